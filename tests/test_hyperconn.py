@@ -5,7 +5,7 @@ Gradients are compared with autograd through those loops.
 import itertools
 import math
 import re
-from functools import reduce
+from functools import partial, reduce
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def helmert_ref(n):
 
 def skew_ref(v, m):
     basis = torch.zeros(m * (m - 1) // 2, m, m, dtype=v.dtype)
-    for k, (i, j) in enumerate((i, j) for i in range(m) for j in range(i + 1, m)):
+    for k, (i, j) in enumerate(zip(*torch.triu_indices(m, m, 1))):  # row-major
         basis[k, i, j], basis[k, j, i] = 1, -1
     return torch.einsum('...k,kij->...ij', v, basis)
 
@@ -249,16 +249,15 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def lapack(fn):
-    """Names of the dense linear algebra operators in fn, forward and backward."""
+def lapack(fn, *args):
+    """Names of the dense linear algebra operators in fn(*args), forward and backward."""
     with Operators() as ops:
-        fn().sum().backward()
+        fn(*args).sum().backward()
     return [name for name in ops.seen if re.search(r'solve|inv|geqrf|linalg_(?!.*norm)', name)]
 
 
 def test_no_solve_per_token_up_to_n_4(monkeypatch):
-    v = randn(3, 10).requires_grad_()
-    assert lapack(lambda: cayley(skew(v, 5)))                       # the detector detects
+    assert lapack(cayley, skew(randn(3, 10).requires_grad_(), 5))   # the detector detects
 
     def refuse(*args, **kwargs):
         raise AssertionError('a LAPACK call')
@@ -267,12 +266,10 @@ def test_no_solve_per_token_up_to_n_4(monkeypatch):
         monkeypatch.setattr(torch.linalg, name, refuse)
     monkeypatch.setattr(torch, 'inverse', refuse)
     for m in (2, 3, 4):
-        v = randn(3, m * (m - 1) // 2).requires_grad_()
-        assert not lapack(lambda: cayley(skew(v, m)))
+        assert not lapack(cayley, skew(randn(3, m * (m - 1) // 2).requires_grad_(), m))
     for kind in ('s2hc', 'hc_orthogonal'):
         for n in (2, 3, 4):
-            module = randomised(kind, n)
-            assert not lapack(lambda: module(randn(2, 3, n, 6))[2])
+            assert not lapack(lambda m, x: m(x)[2], randomised(kind, n), randn(2, 3, n, 6))
 
 
 @pytest.mark.parametrize('n', [2, 3, 4, 5])
@@ -281,8 +278,8 @@ def test_sinkhorn(n):
         logits = size * randn(3, 2, n, n, seed=n)
         same_with_gradients(sinkhorn, sinkhorn_ref, logits)
     for iters in (1, 2, 7):
-        same_with_gradients(lambda x: sinkhorn(x, iters), lambda x: sinkhorn_ref(x, iters), logits)
-        same_with_gradients(lambda x: sinkhorn(x, iters=iters), lambda x: sinkhorn_ref(x, iters), logits)
+        same_with_gradients(partial(sinkhorn, iters=iters), partial(sinkhorn_ref, iters=iters), logits)
+        assert torch.equal(sinkhorn(logits, iters), sinkhorn(logits, iters=iters))
     assert torch.equal(sinkhorn(logits), sinkhorn(logits, iters=20))                       # 20 is the default
     rows, columns, _ = sums_and_norm(sinkhorn(logits))
     assert rows < 1e-14 and columns > 1e-9                          # rows last, hence exact; columns only nearly
@@ -395,8 +392,8 @@ def test_spectral_sphere_reaches_the_whole_set(n):
 def test_huge_logits(dtype):
     # +-1e4 everywhere: no NaN, no inf, in values and gradients
     for n in (2, 4):
-        for fn, shape in ((sinkhorn, (n, n)), (lambda x: birkhoff(x, n), (math.factorial(n),)),
-                          (lambda x: kronecker(x, n), (round(math.log2(n)), 2))):
+        for fn, shape in ((sinkhorn, (n, n)), (partial(birkhoff, n=n), (math.factorial(n),)),
+                          (partial(kronecker, n=n), (round(math.log2(n)), 2))):
             signs = torch.sign(randn(40, *shape, seed=n, dtype=dtype))
             dominant = torch.zeros(1, *shape, dtype=dtype)
             dominant[(0,) * (len(shape) + 1)] = 1
@@ -465,6 +462,43 @@ def test_read_and_write(n):
                         X, f, H_post)
 
 
+def test_read_and_write_with_only_some_gradients():
+    X, f, H_post, H_res = randn(2, 3, 4, 5), randn(2, 3, 5, seed=1), randn(2, 3, 4, seed=3), randn(2, 3, 4, 4, seed=4)
+    g = randn(2, 3, 4, 5, seed=5)
+    full = [x.clone().requires_grad_() for x in (X, f, H_post, H_res)]
+    out = torch.einsum('btij,btjc->btic', full[3], full[0]) + torch.einsum('bti,btc->btic', full[2], full[1])
+    want = torch.autograd.grad(out, full, g)
+    for i in range(4):
+        inputs = [x.clone().requires_grad_(k == i) for k, x in enumerate((X, f, H_post, H_res))]
+        (got,) = torch.autograd.grad(write(*inputs), inputs[i], g)
+        torch.testing.assert_close(got, want[i], rtol=1e-12, atol=1e-12)
+    assert not write(X, f, H_post, H_res).requires_grad and not read(H_post, X).requires_grad
+    before = X.clone()
+    write(X, f, H_post, None)
+    assert torch.equal(X, before)                                   # H_res = I must not write into the streams
+
+
+@pytest.mark.parametrize('static', [False, True])
+@pytest.mark.parametrize('kind', ALL)
+def test_a_whole_sub_layer(kind, static):
+    # mapping, read, branch, write: expanded (static) and computed matrices, and every path of the gradient to X
+    n, C = 4, 6
+    m = randomised(kind, n, C, static=static)
+    w = randn(C, C, seed=4)
+    q = {name: p.detach().clone().requires_grad_() for name, p in m.named_parameters()}
+    X1, X2 = (randn(2, 3, n, C, seed=9).requires_grad_() for _ in range(2))
+    H_pre, H_post, H_res = m(X1)
+    out = write(X1, torch.tanh(read(H_pre, X1) @ w), H_post, H_res)
+    H_pre, H_post, H_res = mapping_ref(kind, q, X2, n)
+    f = torch.tanh(torch.einsum('bti,btic->btc', H_pre, X2) @ w)
+    want = torch.einsum('btij,btjc->btic', H_res, X2) + torch.einsum('bti,btc->btic', H_post, f)
+    torch.testing.assert_close(out, want, rtol=1e-11, atol=1e-11)
+    g = randn(2, 3, n, C, seed=5)
+    grads = torch.autograd.grad(out, [X1, *m.parameters()], g)
+    for a, b in zip(grads, torch.autograd.grad(want, [X2, *q.values()], g)):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 def test_row_i_of_H_res_makes_output_stream_i():
     X, f, H_post = randn(1, 1, 4, 5), randn(1, 1, 5, seed=1), randn(1, 1, 4, seed=2)
     H_res = randn(1, 1, 4, 4, seed=3)
@@ -510,7 +544,7 @@ def test_mapping_against_the_formula(kind, n, static):
     refs = torch.autograd.grad(ref, [*q.values()] + ([] if static else [X2]))
     assert list(q) + ([] if static else ['X']) == list(inputs)
     for name, a, b in zip(inputs, grads, refs):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda s: f'gradient of {name}: {s}')
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=f'gradient of {name}')
         # every single number learns, apart from the two gates and taus of an empty core (s2hc, n = 2)
         if not (kind == 's2hc' and n == 2 and name == 'scale'):
             assert (a.abs() > 1e-12).all(), name
@@ -596,16 +630,22 @@ def test_mapping_stays_in_float32_under_autocast(kind, stream):
 
 def test_float32_streams_are_mixed_in_float32_under_autocast():
     X, f = randn(2, 3, 4, 64, dtype=torch.float32), randn(2, 3, 64, seed=1, dtype=torch.float32)
-    H_pre, H_post, H_res = randomised('s2hc', 4, C=64, dtype=torch.float32)(X)
+    H_pre, H_post, H_res = (h.detach() for h in randomised('s2hc', 4, C=64, dtype=torch.float32)(X))
+    f = f.bfloat16()                                                # what a branch under autocast returns
+    inputs = [x.clone().requires_grad_() for x in (X, f, H_pre, H_post, H_res)]
+    double = [x.double().requires_grad_() for x in (X, f, H_pre, H_post, H_res)]
     with torch.autocast('cpu', dtype=torch.bfloat16):
-        y, h = write(X, f, H_post, H_res), read(H_pre, X)
-        y16 = write(X, f.bfloat16(), H_post, H_res)                 # what a branch under autocast returns
-    assert y.dtype == h.dtype == y16.dtype == torch.float32
-    D = [t.detach().double() for t in (X, f, H_pre, H_post, H_res)]
-    want = torch.einsum('btij,btjc->btic', D[4], D[0]) + torch.einsum('bti,btc->btic', D[3], D[1])
-    torch.testing.assert_close(y.double(), want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(h.double(), torch.einsum('bti,btic->btc', D[2], D[0]), rtol=0, atol=1e-5)
-    torch.testing.assert_close(y16, y, rtol=0, atol=2e-2)
+        y, h = write(inputs[0], inputs[1], inputs[3], inputs[4]), read(inputs[2], inputs[0])
+    grads = torch.autograd.grad(y.square().sum() + h.square().sum(), inputs)
+    assert y.dtype == h.dtype == torch.float32
+    y2 = torch.einsum('btij,btjc->btic', double[4], double[0]) + torch.einsum('bti,btc->btic', double[3], double[1])
+    h2 = torch.einsum('bti,btic->btc', double[2], double[0])
+    torch.testing.assert_close(y.double(), y2, rtol=0, atol=1e-5)
+    torch.testing.assert_close(h.double(), h2, rtol=0, atol=1e-5)
+    for x, a, b in zip(inputs, grads, torch.autograd.grad(y2.square().sum() + h2.square().sum(), double)):
+        assert a.dtype == x.dtype
+        tol = 2**-7 if x.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(a.double(), b, rtol=tol, atol=10 * tol)
 
 
 @pytest.mark.parametrize('static', [False, True])

@@ -1,0 +1,101 @@
+"""
+Models on disk and on devices: what train.py and sample.py share. Every error is a UserError that names the file.
+
+A checkpoint is nanoGPT's dict (model, optimizer, model_args, iter_num, best_val_loss, config) and the tokenizer's
+identity. It holds only tensors and plain types, so torch.load(weights_only=True) opens it: reading one runs no code.
+"""
+import contextlib
+import os
+import pickle
+
+import torch
+
+from configurator import UserError, require
+from model import GPT, GPTConfig
+
+DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+
+
+def pick_device(device, dtype):
+    """torch.device and name of the dtype for the keys of these names; 'auto' takes the best that the machine has."""
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    try:
+        device = torch.device(device)
+        if device.type not in ('cpu', 'cuda', 'mps'):
+            raise RuntimeError('not one of cpu, cuda, cuda:N, mps')
+        if device.type == 'cuda' and not torch.cuda.is_available():
+            raise RuntimeError('this machine, or this build of torch, has no CUDA')
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f'device = {device}: cannot be used ({str(e).splitlines()[0]}); --device=auto takes what there is') from None
+    if dtype == 'auto':
+        bf16 = device.type == 'cuda' and torch.cuda.is_bf16_supported()
+        dtype = 'bfloat16' if bf16 else 'float16' if device.type == 'cuda' else 'float32'
+    if device.type == 'mps' and dtype == 'float64':
+        raise UserError('dtype = float64: mps has none; take --device=cpu')
+    return device, dtype
+
+
+def autocast(device, dtype):
+    """The mixed precision context of a dtype; float32 and float64 have none."""
+    half = dtype in ('bfloat16', 'float16')
+    return torch.autocast(device.type, DTYPES[dtype]) if half else contextlib.nullcontext()
+
+
+def build_model(model_args, what='the model'):
+    """GPT from the fields of GPTConfig."""
+    try:
+        return GPT(GPTConfig(**model_args))
+    except (ValueError, TypeError) as e:
+        raise UserError(f'{what}: {e}') from None
+
+
+def save_checkpoint(checkpoint, path):
+    """Written aside and renamed: a kill while saving leaves the previous file whole."""
+    aside = f'{path}.tmp'
+    try:
+        torch.save(checkpoint, aside)
+        os.replace(aside, path)
+    except (OSError, RuntimeError) as e:
+        with contextlib.suppress(OSError):
+            os.remove(aside)
+        raise UserError(f'{path}: could not be written ({str(e).splitlines()[0]}); what was there before is still there') from None
+
+
+def load_checkpoint(path):
+    """The dict of a checkpoint of this repository or of nanoGPT, on the CPU, the model's parameter names cleaned up."""
+    if not os.path.isfile(path):
+        raise UserError(f'{path}: there is no such checkpoint; train first, or set --out_dir or --init_from')
+    try:
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError) as e:
+        raise UserError(f'{path}: not a checkpoint, or a damaged one ({str(e).splitlines()[0]})') from None
+    if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= set(checkpoint):
+        raise UserError(f'{path}: a foreign checkpoint: it has no model and model_args as this repository and nanoGPT write them')
+    # torch.compile and DDP prefix the names; old nanoGPTs saved the causal mask, which is no parameter
+    state = {key.removeprefix('_orig_mod.').removeprefix('module.'): v for key, v in checkpoint['model'].items()}
+    checkpoint['model'] = {key: v for key, v in state.items() if not key.endswith(('.attn.bias', '.attn.masked_bias'))}
+    return checkpoint
+
+
+def model_from_checkpoint(checkpoint, path, **overrides):
+    """The GPT of a loaded checkpoint; overrides (such as dropout) change fields that its weights do not depend on."""
+    unknown = set(checkpoint['model_args']) - set(GPTConfig.__dataclass_fields__)
+    if unknown:
+        raise UserError(f'{path}: a foreign checkpoint: model_args has {", ".join(sorted(unknown))}, unknown here')
+    model = build_model({**checkpoint['model_args'], **overrides}, path)
+    try:
+        model.load_state_dict(checkpoint['model'])
+    except RuntimeError as e:
+        raise UserError(f'{path}: the weights do not fit its model_args ({str(e).splitlines()[1].strip()})') from None
+    return model
+
+
+def pretrained(name, **overrides):
+    """GPT.from_pretrained with one-line errors."""
+    require('transformers', f'init_from={name}')
+    try:
+        return GPT.from_pretrained(name, overrides)
+    except (OSError, ValueError, KeyError, RuntimeError) as e:
+        raise UserError(f'init_from={name}: could not be loaded ({str(e).splitlines()[0]})') from None

@@ -1,0 +1,70 @@
+"""
+Writes text with a trained model.
+
+    python sample.py --out_dir=out --start="O Romeo"
+    python sample.py --init_from=gpt2 --start=FILE:prompt.txt --num_samples=3
+"""
+import os
+
+import torch
+
+from checkpoint import DTYPES, autocast, load_checkpoint, model_from_checkpoint, pick_device, pretrained
+from configurator import UserError, configure
+from data.tokenizer import get_tokenizer
+from dataloader import GPT2, find_dataset, read_meta
+
+# -----------------------------------------------------------------------------
+init_from = 'resume'   # resume = out_dir/ckpt.pt; or gpt2, gpt2-medium, gpt2-large, gpt2-xl, a checkpoint file, or a
+                       # folder of transformers' save_pretrained
+out_dir = 'out'        # folder of the run
+start = '\n'           # the beginning: a text, FILE:path to read it from a file, or nothing
+num_samples = 5        # texts
+max_new_tokens = 500   # tokens a text
+temperature = 0.8      # 1 = as the model thinks, below 1 bolder, 0 = always the likeliest token
+top_k = 200            # draw only from the likeliest ones; 0 = from all
+seed = 1337            # of the draws
+device = 'auto'        # cpu, cuda, cuda:N, mps; auto = the best that there is
+dtype = 'auto'         # auto = bfloat16 on CUDA (float16 where it has none), float32 elsewhere
+compile = False        # torch.compile the model
+# -----------------------------------------------------------------------------
+configure(globals(), choices={'dtype': ('auto', *DTYPES)}, positive=('num_samples', 'max_new_tokens'))
+
+device, dtype = pick_device(device, dtype)
+tokenizer = None
+if init_from.startswith('gpt2') or os.path.isdir(init_from):
+    model, identity = pretrained(init_from), GPT2['tokenizer']
+else:
+    path = os.path.join(out_dir, 'ckpt.pt') if init_from == 'resume' else init_from
+    checkpoint = load_checkpoint(path)
+    model = model_from_checkpoint(checkpoint, path)
+    identity = checkpoint.get('tokenizer')
+    if identity is None:  # nanoGPT's checkpoints name only the data set
+        meta = read_meta(find_dataset(checkpoint.get('config', {}).get('dataset', 'openwebtext'))) \
+            if model.config.vocab_size < 50257 else GPT2
+        if meta['vocab_size'] > model.config.vocab_size:
+            raise UserError(f'{path} does not say which tokenizer it was trained with, and its data set now has another one')
+        identity = meta['tokenizer']
+tokenizer = get_tokenizer(identity)
+
+if start.startswith('FILE:'):
+    try:
+        with open(start[5:], encoding='utf-8') as f:
+            start = f.read()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'start={start}: cannot be read as UTF-8 text ({e})') from None
+ids = tokenizer.encode(start)
+if not ids:  # nothing to begin with: what stands between documents, or a new line
+    ids = [identity['eot']] if 'eot' in identity else tokenizer.encode('\n') if '\n' in identity['chars'] else [0]
+
+model.to(device).eval()
+if dtype == 'float64':
+    model.double()
+if compile:
+    model.compile()
+torch.manual_seed(seed)
+x = torch.tensor([ids], device=device)  # (1, T)
+for _ in range(num_samples):
+    with autocast(device, dtype):
+        y = model.generate(x, max_new_tokens, temperature, top_k, n_vocab=tokenizer.n_vocab)
+    print(tokenizer.decode(y[0].tolist()))
+    print('---------------')

@@ -1,0 +1,376 @@
+"""
+Trains a GPT whose residual connection is a config key.
+
+On one CPU or GPU:            python train.py config/default.py
+With another residual mode:   python train.py config/default.py --residual=s2hc
+On one node with 8 GPUs:      torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
+
+The keys below are all there is to set; `python train.py --help` lists them. The defaults are nanoGPT's: GPT-2 (124M) on
+OpenWebText. Every random draw is a pure function of (seed, step, rank): evaluating more often or restarting a run does
+not change it, and the data does not depend on the number of processes.
+"""
+import json
+import math
+import os
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from tqdm import tqdm
+
+from checkpoint import DTYPES, autocast, build_model, load_checkpoint, model_from_checkpoint, pick_device, pretrained, \
+    save_checkpoint
+from configurator import UserError, configure, require
+from dataloader import find_dataset, open_split, read_meta, train_batch, val_batches
+from model import CHOICES, GPTConfig
+
+# -----------------------------------------------------------------------------
+# output
+out_dir = 'out'                   # folder of metrics.jsonl, ckpt.pt (best), last.pt and loss.png
+eval_interval = 2000              # steps between evaluations; the last step always evaluates
+eval_tokens = 0                   # validation tokens of an evaluation, from the start of the split; 0 = all of it
+eval_only = False                 # evaluate once, train nothing, write nothing
+log_interval = 10                 # steps between lines of metrics.jsonl and of the console
+always_save_checkpoint = True     # write last.pt at every evaluation, not only at the end
+init_from = 'scratch'             # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a checkpoint file, or a
+                                  # folder of transformers' save_pretrained
+seed = 1337                       # of weights, data order and dropout
+# wandb
+wandb_log = False                 # log to Weights & Biases too
+wandb_project = 'residual-gpt'    # its project
+wandb_run_name = ''               # its run; empty = out_dir
+# data
+dataset = 'openwebtext'           # a folder of data/, or a path to one
+gradient_accumulation_steps = 40  # micro-steps of a step over all processes: divided by their number
+batch_size = 12                   # windows of a micro-step of one process
+block_size = 1024                 # tokens of a window
+# model
+n_layer = 12                      # blocks: an attention and an MLP each
+n_head = 12                       # attention heads
+n_embd = 768                      # channels
+dropout = 0.0                     # 0 for pretraining, 0.1 and more for finetuning
+bias = False                      # biases in Linears and norms
+vocab_size = 0                    # size of the head; 0 = the data's, GPT-2's padded from 50257 to 50304
+gelu_tanh = False                 # GPT-2's tanh form of the GELU
+# residual connection
+residual = 'pre_ln'               # the mode: a row of RESIDUALS in model.py
+norm = None                       # its normalisation; None = the mode's
+place = None                      # where a branch is normalised; None = the mode's
+n_streams = 4                     # hyper-connections: number of streams; 1 = the plain residual
+static = False                    # hyper-connections: matrices that do not depend on the token
+readout = 'mean'                  # hyper-connections: how the streams are joined at the end
+p = 0.5                           # p_spheret: order of the retraction, inf = exponential map
+decay = None                      # sphere: step size over depth; None = the mode's
+bound = 'project'                 # sphere: how the step size and the radius keep their bounds; clamp = the paper's
+dyt_alpha = 0.5                   # norm dyt or derf: initial a0 of tanh(a0 x) and erf(a0 x)
+embed_norm = False                # a norm of the embedding (Peri-LN's option)
+embed_scale = False               # a learned scale of the embedding, first sqrt(n_embd) (DyT's option)
+# optimizer: AdamW
+learning_rate = 6e-4              # the largest one
+max_iters = 600000                # steps
+weight_decay = 1e-1               # of matrices and embeddings; nothing else decays
+beta1 = 0.9                       # AdamW
+beta2 = 0.95                      # AdamW
+grad_clip = 1.0                   # largest norm of the gradient; 0 = off
+# learning rate: linear warm-up, then a cosine
+decay_lr = True                   # False: constant after the warm-up
+warmup_iters = 2000               # steps of the warm-up
+lr_decay_iters = 600000           # steps until min_lr
+min_lr = 6e-5                     # the learning rate from there on
+# system
+device = 'auto'                   # cpu, cuda, cuda:N, mps; auto = the best that there is
+dtype = 'auto'                    # auto = bfloat16 on CUDA (float16 where it has none), float32 elsewhere
+compile = False                   # torch.compile: faster steps for a minute of waiting
+backend = 'auto'                  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
+# -----------------------------------------------------------------------------
+config, given = configure(
+    globals(),
+    choices={**CHOICES, 'dtype': ('auto', *DTYPES), 'backend': ('auto', 'nccl', 'gloo')},
+    positive=('eval_interval', 'log_interval', 'gradient_accumulation_steps', 'batch_size', 'block_size', 'n_layer', 'n_head',
+              'n_embd', 'n_streams', 'p', 'learning_rate', 'max_iters', 'lr_decay_iters'),
+    renamed={'eval_iters': 'eval_tokens (the evaluation is always over the same windows, counted in tokens)'})
+
+# -----------------------------------------------------------------------------
+# processes and devices
+
+rank, world, local_rank = (int(os.environ.get(key, default)) for key, default in
+                           (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+ddp = 'RANK' in os.environ  # torchrun sets these
+master = rank == 0
+if gradient_accumulation_steps % world:
+    raise UserError(f'gradient_accumulation_steps = {gradient_accumulation_steps} is not a multiple of the {world} '
+                    f'processes: take {math.ceil(gradient_accumulation_steps / world) * world}')
+micro_steps = gradient_accumulation_steps // world
+if ddp and device in ('auto', 'cuda') and torch.cuda.is_available():
+    device = f'cuda:{local_rank}'
+device, dtype = pick_device(device, dtype)
+wandb = require('wandb', 'wandb_log=True') if wandb_log and not eval_only else None
+pyplot = require('matplotlib.pyplot', 'loss.png') if not eval_only else None
+
+
+def say(line):
+    if master:
+        tqdm.write(line)
+
+
+# -----------------------------------------------------------------------------
+# data and model
+
+data_dir = find_dataset(dataset)
+meta = read_meta(data_dir)
+n_vocab = meta['vocab_size']
+model_keys = list(GPTConfig.__dataclass_fields__)
+iter_num, best_val_loss, checkpoint = 0, math.inf, {}
+torch.manual_seed(seed)
+if init_from == 'scratch':
+    vocab_size = vocab_size or (50304 if n_vocab == 50257 else n_vocab)
+    model = build_model({**{key: config[key] for key in model_keys}, 'vocab_size': vocab_size})
+elif init_from.startswith('gpt2') or os.path.isdir(init_from):
+    model = pretrained(init_from, dropout=dropout)
+elif init_from == 'resume' or os.path.isfile(init_from):
+    if init_from == 'resume':  # a folder of nanoGPT has only ckpt.pt
+        last = os.path.join(out_dir, 'last.pt')
+        init_from = last if os.path.isfile(last) else os.path.join(out_dir, 'ckpt.pt')
+    checkpoint = load_checkpoint(init_from)
+    model = model_from_checkpoint(checkpoint, init_from, **({'dropout': dropout} if 'dropout' in given else {}))
+else:
+    raise UserError(f'init_from = {init_from}: none of scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, nor a '
+                    'checkpoint file or a folder that exists')
+resuming = config['init_from'] == 'resume'
+
+# where the weights come from somewhere, they decide what the model is; only the context may be made shorter
+for key in model_keys:
+    has, wanted = getattr(model.config, key), config[key]
+    if key in given and has != wanted and not (key == 'vocab_size' and wanted == 0):
+        if key == 'block_size' and wanted < has:
+            model.crop_block_size(wanted)
+        else:
+            raise UserError(f'{init_from} has {key} = {has}, not {wanted}: drop the key, or start with --init_from=scratch')
+    config[key] = getattr(model.config, key)
+block_size, vocab_size = model.config.block_size, model.config.vocab_size
+if vocab_size < n_vocab:
+    raise UserError(f'vocab_size = {vocab_size} is smaller than the vocabulary of {data_dir}, {n_vocab}')
+if checkpoint.get('tokenizer', meta['tokenizer']) != meta['tokenizer']:
+    raise UserError(f'{init_from} was trained with another tokenizer or vocabulary than that of {data_dir}')
+train_data, val_data = (open_split(data_dir, split, block_size, n_vocab) for split in ('train', 'val'))
+tokens_per_step = gradient_accumulation_steps * batch_size * block_size
+
+if dtype == 'float64':  # for checks of exactness
+    model.double()
+model.to(device)
+optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device.type)
+if resuming:
+    iter_num, best_val_loss = checkpoint['iter_num'], float(checkpoint['best_val_loss'])
+    optimizer.load_state_dict(checkpoint['optimizer'])
+checkpoint = None  # frees the memory
+
+say(f'residual {model.config.residual}: {model.get_num_params():,} parameters, {model.flops_per_token():,} FLOPs a token')
+say(f'{data_dir}: {len(train_data):,} tokens to train on, {len(val_data):,} to validate on')
+say(f'{tokens_per_step:,} tokens a step, on {device} in {dtype}' + (f', {world} processes' if ddp else ''))
+for key in sorted((given & set(model_keys)) - model.used):
+    say(f'note: {key} has no effect with residual = {model.config.residual}')
+
+raw_model = model
+if compile:
+    say('compiling the model (takes a minute)...')
+    model = torch.compile(model)
+if ddp:
+    dist.init_process_group('nccl' if backend == 'auto' and device.type == 'cuda' else
+                            'gloo' if backend == 'auto' else backend)
+    model = DDP(model, device_ids=[device.index] if device.type == 'cuda' else None)
+scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
+
+# -----------------------------------------------------------------------------
+# evaluation, learning rate, log
+
+
+def mean_over_ranks(total, count):
+    """total / count, both summed over the ranks"""
+    sums = torch.tensor([total, count], dtype=torch.float64, device='cpu' if device.type == 'mps' else device)
+    if ddp:
+        dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
+@torch.no_grad()
+def evaluate():
+    """Mean loss in nats over the validation windows."""
+    raw_model.eval()
+    total, count = 0.0, 0
+    for x, y, n in val_batches(val_data, batch_size, block_size, eval_tokens, device, rank, world):
+        with autocast(device, dtype):
+            _, loss = raw_model(x, y)
+        total, count = total + loss.item() * n, count + n
+    raw_model.train()
+    return mean_over_ranks(total, count)
+
+
+def learning_rate_at(step):
+    """Linear warm-up, then a cosine down to min_lr: a pure function of the step."""
+    if step < warmup_iters:
+        return learning_rate * (step + 1) / (warmup_iters + 1)
+    if not decay_lr:
+        return learning_rate
+    done = min(1.0, (step - warmup_iters) / max(1, lr_decay_iters - warmup_iters))
+    return min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (learning_rate - min_lr)
+
+
+def log(**line):
+    """A line of metrics.jsonl, written out at once."""
+    line = {'step': iter_num, 'tokens': iter_num * tokens_per_step, **line}
+    metrics.write(json.dumps(line) + '\n')
+    metrics.flush()
+    if wandb:
+        wandb.log(line, step=iter_num)
+
+
+def save(name):
+    save_checkpoint({
+        'model': raw_model.state_dict(),
+        'optimizer': optimizer.state_dict(),
+        'model_args': {key: getattr(raw_model.config, key) for key in model_keys},
+        'iter_num': iter_num,
+        'best_val_loss': best_val_loss,
+        'config': config,
+        'tokenizer': meta['tokenizer'],
+    }, os.path.join(out_dir, name))
+
+
+class LossWatch:
+    """
+    Stops the run at the first loss that is not finite. On CUDA it looks at a loss when the next step is under way,
+    through a copy that has arrived by then: the GPU never waits for the question.
+    """
+
+    def __init__(self):
+        self.lag = device.type == 'cuda'
+        self.host, self.event = (torch.zeros((), pin_memory=True), torch.cuda.Event()) if self.lag else (None, None)
+        self.step = None
+
+    def check(self):
+        if self.step is None:
+            return
+        if self.lag:
+            self.event.synchronize()
+        if not math.isfinite(self.host.item()):
+            kept = f'{out_dir} keeps the last good checkpoint' if os.path.isfile(os.path.join(out_dir, 'last.pt')) \
+                else 'no checkpoint was written yet'
+            raise UserError(f'the loss of step {self.step} is {self.host.item()} with residual = {raw_model.config.residual}: '
+                            f'stopped, {kept}; a smaller learning_rate or a longer warm-up may help')
+        self.step = None
+
+    def push(self, step, loss):
+        self.check()
+        self.step = step
+        if self.lag:
+            self.host.copy_(loss, non_blocking=True)
+            self.event.record()
+        else:
+            self.host = loss
+            self.check()
+
+
+def draw_losses():
+    """loss.png from metrics.jsonl"""
+    with open(os.path.join(out_dir, 'metrics.jsonl'), encoding='utf-8') as f:
+        lines = [json.loads(line) for line in f]
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout='constrained')
+    for key, label, style in (('loss', 'training', dict(alpha=0.5)), ('val_loss', 'validation', dict(marker='o'))):
+        points = [(line['step'], line[key]) for line in lines if key in line]
+        if points:
+            axes.plot(*zip(*points), label=label, **style)
+    axes.set(xlabel='step', ylabel='loss (nats per token)',
+             title=f'{raw_model.config.residual} on {os.path.basename(data_dir)}: validation loss {val_loss:.4f}')
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(os.path.join(out_dir, 'loss.png'), dpi=150)
+
+
+if eval_only:
+    say(f'step {iter_num}: validation loss {evaluate():.4f}')
+    sys.exit(0)
+
+# -----------------------------------------------------------------------------
+# training
+
+if master:
+    os.makedirs(out_dir, exist_ok=True)
+    path = os.path.join(out_dir, 'metrics.jsonl')
+    kept = []
+    if resuming and os.path.isfile(path):  # what was logged after the checkpoint will be logged again
+        with open(path, encoding='utf-8') as f:
+            kept = [line for line in f if json.loads(line)['step'] <= iter_num]
+    metrics = open(path, 'w', encoding='utf-8')
+    metrics.writelines(kept)
+    if wandb:
+        wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config)
+
+watch = LossWatch()
+bar = tqdm(total=max_iters, initial=iter_num, unit='step', disable=None if master else True)  # None: not without a terminal
+loss_sum, loss_steps, clock, clock_steps = 0.0, 0, time.perf_counter(), 0
+while True:
+    last = iter_num >= max_iters
+    if last or iter_num % eval_interval == 0:
+        watch.check()
+        val_loss = evaluate()
+        better = val_loss < best_val_loss
+        best_val_loss = min(best_val_loss, val_loss)
+        if master:
+            say(f'step {iter_num}: validation loss {val_loss:.4f}')
+            log(val_loss=val_loss, best_val_loss=best_val_loss)
+            if iter_num > 0:
+                if better:
+                    save('ckpt.pt')
+                if last or always_save_checkpoint:
+                    save('last.pt')
+        clock, clock_steps = time.perf_counter(), 0  # evaluating and saving is not training time
+    if last:
+        break
+
+    lr = learning_rate_at(iter_num)
+    for group in optimizer.param_groups:
+        group['lr'] = lr
+    torch.manual_seed(int(np.random.SeedSequence((seed, iter_num, rank)).generate_state(1)[0]))  # dropout's draws
+    loss_sum = torch.zeros((), device=device)
+    for micro_step in range(micro_steps):
+        x, y = train_batch(train_data, iter_num, micro_step, batch_size, block_size, micro_steps, seed, device, rank, world)
+        if ddp:  # the gradients travel once a step
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+        with autocast(device, dtype):
+            _, loss = model(x, y)
+        scaler.scale(loss / micro_steps).backward()
+        loss_sum += loss.detach() / micro_steps
+    if ddp:
+        dist.all_reduce(loss_sum)
+    mean_loss = loss_sum / world
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    watch.push(iter_num, mean_loss)
+    iter_num, clock_steps = iter_num + 1, clock_steps + 1
+    bar.update()
+
+    if iter_num % log_interval == 0 and master:
+        step_loss, norm = mean_loss.item(), grad_norm.item()
+        seconds = (time.perf_counter() - clock) / clock_steps
+        log(loss=step_loss, lr=lr, grad_norm=norm, tokens_per_s=tokens_per_step / seconds)
+        bar.set_postfix(loss=f'{step_loss:.3f}')
+        if bar.disable:
+            say(f'step {iter_num}: loss {step_loss:.4f}, {seconds * 1e3:.0f} ms')
+        clock, clock_steps = time.perf_counter(), 0
+
+bar.close()
+if master:
+    metrics.close()
+    draw_losses()
+    say(f'final validation loss {val_loss:.4f}, best {best_val_loss:.4f}; in {out_dir}: ckpt.pt (best), last.pt, '
+        'metrics.jsonl, loss.png')
+    if wandb:
+        wandb.finish()
+if ddp:
+    dist.destroy_process_group()
