@@ -28,7 +28,8 @@ def pick_device(device, dtype):
             raise RuntimeError('this machine, or this build of torch, has no CUDA')
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as e:
-        raise UserError(f'device = {device}: cannot be used ({str(e).splitlines()[0]}); --device=auto takes what there is') from None
+        why = str(e).splitlines()[0]
+        raise UserError(f'device = {device}: cannot be used ({why}); --device=auto takes what there is') from None
     if dtype == 'auto':
         bf16 = device.type == 'cuda' and torch.cuda.is_bf16_supported()
         dtype = 'bfloat16' if bf16 else 'float16' if device.type == 'cuda' else 'float32'
@@ -60,7 +61,8 @@ def save_checkpoint(checkpoint, path):
     except (OSError, RuntimeError) as e:
         with contextlib.suppress(OSError):
             os.remove(aside)
-        raise UserError(f'{path}: could not be written ({str(e).splitlines()[0]}); what was there before is still there') from None
+        why = str(e).splitlines()[0]
+        raise UserError(f'{path}: could not be written ({why}); what was there before is untouched') from None
 
 
 def load_checkpoint(path):
@@ -72,7 +74,7 @@ def load_checkpoint(path):
     except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError) as e:
         raise UserError(f'{path}: not a checkpoint, or a damaged one ({str(e).splitlines()[0]})') from None
     if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= set(checkpoint):
-        raise UserError(f'{path}: a foreign checkpoint: it has no model and model_args as this repository and nanoGPT write them')
+        raise UserError(f'{path}: a foreign checkpoint, without the keys model and model_args of this repository and nanoGPT')
     # torch.compile and DDP prefix the names; old nanoGPTs saved the causal mask, which is no parameter
     state = {key.removeprefix('_orig_mod.').removeprefix('module.'): v for key, v in checkpoint['model'].items()}
     checkpoint['model'] = {key: v for key, v in state.items() if not key.endswith(('.attn.bias', '.attn.masked_bias'))}

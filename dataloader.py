@@ -14,7 +14,8 @@ import torch
 from configurator import UserError
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-GPT2 = {'tokenizer': {'name': 'gpt2', 'n_vocab': 50257, 'eot': 50256}, 'vocab_size': 50257}  # what a folder without meta.json holds
+# what a folder without meta.json holds: nanoGPT's openwebtext has none
+GPT2 = {'tokenizer': {'name': 'gpt2', 'n_vocab': 50257, 'eot': 50256}, 'vocab_size': 50257}
 
 
 def find_dataset(dataset):
@@ -27,8 +28,8 @@ def read_meta(folder):
     path = os.path.join(folder, 'meta.json')
     how = f'run: python {os.path.relpath(os.path.join(folder, "prepare.py"))}'
     if not os.path.isdir(folder):
-        known = sorted(d.name for d in os.scandir(os.path.join(ROOT, 'data')) if os.path.isfile(os.path.join(d, 'prepare.py')))
-        raise UserError(f'dataset: there is no folder {folder}; data/ has {", ".join(known)}, and a path to a folder works too')
+        known = sorted(d.name for d in os.scandir(os.path.join(ROOT, 'data')) if os.path.isfile(f'{d.path}/prepare.py'))
+        raise UserError(f'dataset: there is no folder {folder}; data/ has {", ".join(known)}, and any path works too')
     if not os.path.isfile(path):
         if os.path.isfile(os.path.join(folder, 'train.bin')):
             return GPT2  # prepared by nanoGPT
@@ -70,15 +71,16 @@ def to_device(x, y, device):
     return x.to(device), y.to(device)
 
 
-def train_batch(data, step, micro_step, batch_size, block_size, micro_steps, seed, device, rank=0, world=1):
-    """
-    x, y (batch_size, block_size) int64: random windows, for one micro-step of one rank. The windows of a whole step
-    depend on (seed, step) and their number alone, however they are divided over micro-steps and ranks.
-    """
-    starts = np.random.default_rng((seed, step)).integers(len(data) - block_size, size=micro_steps * world * batch_size)
-    first = (micro_step * world + rank) * batch_size
-    rows = np.stack([data[i : i + block_size + 1] for i in starts[first : first + batch_size]])
-    rows = torch.from_numpy(rows.astype(np.int64))  # (batch_size, block_size + 1)
+def train_windows(n_tokens, block_size, shape, seed, step):
+    """Starts of the random windows of a step, int64 of `shape` = (micro-steps, ranks, batch_size). They depend on
+    (seed, step) and their number alone: however a batch is divided over micro-steps and ranks, it is the same batch."""
+    return np.random.default_rng((seed, step)).integers(n_tokens - block_size, size=shape)
+
+
+def train_batch(data, starts, block_size, device):
+    """x, y (B, T) int64, the windows at `starts` (B,) and what follows each of their tokens."""
+    rows = np.stack([data[i : i + block_size + 1] for i in starts])  # (B, T + 1)
+    rows = torch.from_numpy(rows.astype(np.int64))
     return to_device(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), device)
 
 

@@ -13,7 +13,7 @@ Dimensions: B batch, T time, C = n_embd channels, H heads, n streams, L = 2 * n_
 import math
 import zlib
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -248,11 +248,11 @@ class GPTConfig:
     bias: bool = True  # biases in Linears and norms, as in GPT-2
     # the residual mode and its knobs
     residual: str = 'pre_ln'
-    norm: Optional[str] = None   # None = the mode's
-    place: Optional[str] = None  # None = the mode's
+    norm: str | None = None   # None = the mode's
+    place: str | None = None  # None = the mode's
     n_streams: int = 4           # hyper: number of streams; 1 is the plain residual
     p: float = 0.5               # p_spheret: order of the retraction, inf for the exponential map
-    decay: Optional[str] = None  # sphere: step size over depth, a key of DECAYS; None = the mode's
+    decay: str | None = None  # sphere: step size over depth, a key of DECAYS; None = the mode's
     bound: str = 'project'       # sphere: how alpha and the radius are held, see Bounded
     static: bool = False         # hyper: matrices that do not depend on the token
     readout: str = 'mean'        # hyper: how the streams close, mean or softmax
@@ -322,7 +322,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Two sub-layers. Each is a branch, normalised where `place` says, and the connection that joins it to the stream."""
+    """Two sub-layers, each a branch, normalised where `place` says, and the connection that joins it to the stream."""
 
     def __init__(self, config, connection, options, layer):
         super().__init__()
@@ -370,28 +370,28 @@ class Embedding(nn.Module):
 
 class GPT(nn.Module):
     def __init__(self, config):
-        """config: GPTConfig. Weights are drawn from torch's global seed; the shared parts are the same in every mode."""
+        """config: GPTConfig. Weights come from torch's global seed; what two modes share starts equal."""
         super().__init__()
         self.config = config
         seed = torch.randint(2**31, ()).item()  # before any module is built: torch's constructors draw too
         row = RESIDUALS[config.residual]
-        view = ConfigView(config, norm=config.norm or row.norm, place=config.place or row.place)
+        c = ConfigView(config, norm=config.norm or row.norm, place=config.place or row.place)
         connection, options = row.connection, row.options
-        if connection is Hyper and view.n_streams == 1:
+        if connection is Hyper and c.n_streams == 1:
             connection, options = Add, {}  # one stream is the plain residual, exactly
         self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
-            wpe=nn.Embedding(config.block_size, config.n_embd),
-            emb=Embedding(view),
-            drop=nn.Dropout(config.dropout),
-            open=connection.open(view),
-            h=nn.ModuleList(Block(view, connection, options, layer) for layer in range(config.n_layer)),
-            close=connection.close(view),
-            ln_f=NORMS[view.norm](view),
+            wte=nn.Embedding(c.vocab_size, c.n_embd),
+            wpe=nn.Embedding(c.block_size, c.n_embd),
+            emb=Embedding(c),
+            drop=nn.Dropout(c.dropout),
+            open=connection.open(c),
+            h=nn.ModuleList(Block(c, connection, options, layer) for layer in range(c.n_layer)),
+            close=connection.close(c),
+            ln_f=NORMS[c.norm](c),
         ))
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # weight tying
-        self.used = view.used | {'residual', 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'}
+        self.used = c.used | {'residual'}  # the fields that have an effect in this mode
         self.init_weights(seed)
 
     @torch.no_grad()
@@ -415,7 +415,7 @@ class GPT(nn.Module):
                 module.reset_parameters()
         for name, p in self.named_parameters():
             if p.isnan().any():
-                raise RuntimeError(f'nothing initialises the parameter {name}: fill it in its module\'s reset_parameters')
+                raise RuntimeError(f'nothing initialises {name}: fill it in reset_parameters of its module')
 
     def forward(self, idx, targets=None):
         """
@@ -525,9 +525,10 @@ class GPT(nn.Module):
             raise ValueError(f'only dropout can be overridden in a pretrained GPT-2, not {sorted(override_args)}')
         hf = GPT2LMHeadModel.from_pretrained(name)
         c = hf.config
-        if c.activation_function not in ('gelu_new', 'gelu', 'gelu_pytorch_tanh') or c.n_inner not in (None, 4 * c.n_embd) \
-                or c.scale_attn_by_inverse_layer_idx or c.add_cross_attention or c.layer_norm_epsilon != 1e-5:
-            raise ValueError(f'{name} is not a plain GPT-2: check its activation_function, n_inner, layer_norm_epsilon')
+        plain = (c.activation_function in ('gelu_new', 'gelu_pytorch_tanh', 'gelu') and c.layer_norm_epsilon == 1e-5
+                 and c.n_inner in (None, 4 * c.n_embd) and c.scale_attn_weights and not c.scale_attn_by_inverse_layer_idx)
+        if not plain:
+            raise ValueError('not a plain GPT-2: see activation_function, layer_norm_epsilon, n_inner in its config.json')
         model = cls(GPTConfig(block_size=c.n_positions, vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
                               n_embd=c.n_embd, bias=True, gelu_tanh=c.activation_function != 'gelu', **override_args))
         theirs = hf.state_dict()

@@ -42,7 +42,7 @@ else:
         meta = read_meta(find_dataset(checkpoint.get('config', {}).get('dataset', 'openwebtext'))) \
             if model.config.vocab_size < 50257 else GPT2
         if meta['vocab_size'] > model.config.vocab_size:
-            raise UserError(f'{path} does not say which tokenizer it was trained with, and its data set now has another one')
+            raise UserError(f'{path} does not name its tokenizer, and its data set has another one now')
         identity = meta['tokenizer']
 tokenizer = get_tokenizer(identity)
 

@@ -21,10 +21,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from checkpoint import DTYPES, autocast, build_model, load_checkpoint, model_from_checkpoint, pick_device, pretrained, \
-    save_checkpoint
+from checkpoint import (
+    DTYPES,
+    autocast,
+    build_model,
+    load_checkpoint,
+    model_from_checkpoint,
+    pick_device,
+    pretrained,
+    save_checkpoint,
+)
 from configurator import UserError, configure, require
-from dataloader import find_dataset, open_split, read_meta, train_batch, val_batches
+from dataloader import find_dataset, open_split, read_meta, train_batch, train_windows, val_batches
 from model import CHOICES, GPTConfig
 
 # -----------------------------------------------------------------------------
@@ -89,8 +97,8 @@ backend = 'auto'                  # of torch.distributed; auto = nccl on CUDA, g
 config, given = configure(
     globals(),
     choices={**CHOICES, 'dtype': ('auto', *DTYPES), 'backend': ('auto', 'nccl', 'gloo')},
-    positive=('eval_interval', 'log_interval', 'gradient_accumulation_steps', 'batch_size', 'block_size', 'n_layer', 'n_head',
-              'n_embd', 'n_streams', 'p', 'learning_rate', 'max_iters', 'lr_decay_iters'),
+    positive=('eval_interval', 'log_interval', 'gradient_accumulation_steps', 'batch_size', 'block_size', 'n_layer',
+              'n_head', 'n_embd', 'n_streams', 'p', 'learning_rate', 'max_iters', 'lr_decay_iters'),
     renamed={'eval_iters': 'eval_tokens (the evaluation is always over the same windows, counted in tokens)'})
 
 # -----------------------------------------------------------------------------
@@ -148,7 +156,7 @@ for key in model_keys:
         if key == 'block_size' and wanted < has:
             model.crop_block_size(wanted)
         else:
-            raise UserError(f'{init_from} has {key} = {has}, not {wanted}: drop the key, or start with --init_from=scratch')
+            raise UserError(f'{init_from} has {key} = {has}, not {wanted}: drop the key, or take --init_from=scratch')
     config[key] = getattr(model.config, key)
 block_size, vocab_size = model.config.block_size, model.config.vocab_size
 if vocab_size < n_vocab:
@@ -163,11 +171,16 @@ if dtype == 'float64':  # for checks of exactness
 model.to(device)
 optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device.type)
 if resuming:
-    iter_num, best_val_loss = checkpoint['iter_num'], float(checkpoint['best_val_loss'])
-    optimizer.load_state_dict(checkpoint['optimizer'])
+    try:
+        iter_num, best_val_loss = checkpoint['iter_num'], float(checkpoint['best_val_loss'])
+        optimizer.load_state_dict(checkpoint['optimizer'])
+    except (KeyError, ValueError) as e:
+        raise UserError(f'{init_from} cannot be resumed, its training state is missing or foreign ({e}): '
+                        f'start from its weights with --init_from={init_from}') from None
 checkpoint = None  # frees the memory
 
-say(f'residual {model.config.residual}: {model.get_num_params():,} parameters, {model.flops_per_token():,} FLOPs a token')
+say(f'residual = {model.config.residual}: {model.get_num_params():,} parameters, '
+    f'{model.flops_per_token():,} FLOPs a token')
 say(f'{data_dir}: {len(train_data):,} tokens to train on, {len(val_data):,} to validate on')
 say(f'{tokens_per_step:,} tokens a step, on {device} in {dtype}' + (f', {world} processes' if ddp else ''))
 for key in sorted((given & set(model_keys)) - model.used):
@@ -177,6 +190,7 @@ raw_model = model
 if compile:
     say('compiling the model (takes a minute)...')
     model = torch.compile(model)
+eval_model = model  # without DDP, whose forward would talk to ranks that may have no batch left
 if ddp:
     dist.init_process_group('nccl' if backend == 'auto' and device.type == 'cuda' else
                             'gloo' if backend == 'auto' else backend)
@@ -187,25 +201,19 @@ scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
 # evaluation, learning rate, log
 
 
-def mean_over_ranks(total, count):
-    """total / count, both summed over the ranks"""
-    sums = torch.tensor([total, count], dtype=torch.float64, device='cpu' if device.type == 'mps' else device)
-    if ddp:
-        dist.all_reduce(sums)
-    return (sums[0] / sums[1]).item()
-
-
 @torch.no_grad()
 def evaluate():
     """Mean loss in nats over the validation windows."""
     raw_model.eval()
-    total, count = 0.0, 0
+    sums = torch.zeros(2, dtype=torch.float64, device=device if ddp else 'cpu')  # of losses and of tokens
     for x, y, n in val_batches(val_data, batch_size, block_size, eval_tokens, device, rank, world):
         with autocast(device, dtype):
-            _, loss = raw_model(x, y)
-        total, count = total + loss.item() * n, count + n
+            _, loss = eval_model(x, y)
+        sums += torch.tensor([loss.item() * n, n], dtype=torch.float64)
     raw_model.train()
-    return mean_over_ranks(total, count)
+    if ddp:
+        dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
 
 
 def learning_rate_at(step):
@@ -239,6 +247,14 @@ def save(name):
     }, os.path.join(out_dir, name))
 
 
+def stop_unless_finite(loss, step, name='loss'):
+    if not math.isfinite(loss):
+        good = os.path.join(out_dir, 'last.pt')
+        kept = f'{good} is the last good checkpoint' if os.path.isfile(good) else 'no checkpoint was written yet'
+        raise UserError(f'the {name} of step {step} is {loss} with residual = {config["residual"]}: stopped, {kept}; '
+                        'a smaller learning_rate or a longer warm-up may help')
+
+
 class LossWatch:
     """
     Stops the run at the first loss that is not finite. On CUDA it looks at a loss when the next step is under way,
@@ -246,31 +262,27 @@ class LossWatch:
     """
 
     def __init__(self):
-        self.lag = device.type == 'cuda'
-        self.host, self.event = (torch.zeros((), pin_memory=True), torch.cuda.Event()) if self.lag else (None, None)
+        self.late = device.type == 'cuda'
         self.step = None
-
-    def check(self):
-        if self.step is None:
-            return
-        if self.lag:
-            self.event.synchronize()
-        if not math.isfinite(self.host.item()):
-            kept = f'{out_dir} keeps the last good checkpoint' if os.path.isfile(os.path.join(out_dir, 'last.pt')) \
-                else 'no checkpoint was written yet'
-            raise UserError(f'the loss of step {self.step} is {self.host.item()} with residual = {raw_model.config.residual}: '
-                            f'stopped, {kept}; a smaller learning_rate or a longer warm-up may help')
-        self.step = None
+        if self.late:
+            self.loss, self.arrived = torch.zeros((), pin_memory=True), torch.cuda.Event()
 
     def push(self, step, loss):
         self.check()
         self.step = step
-        if self.lag:
-            self.host.copy_(loss, non_blocking=True)
-            self.event.record()
+        if self.late:
+            self.loss.copy_(loss, non_blocking=True)
+            self.arrived.record()
         else:
-            self.host = loss
+            self.loss = loss
             self.check()
+
+    def check(self):
+        if self.step is not None:
+            if self.late:
+                self.arrived.synchronize()
+            stop_unless_finite(self.loss.item(), self.step)
+        self.step = None
 
 
 def draw_losses():
@@ -302,20 +314,22 @@ if master:
     kept = []
     if resuming and os.path.isfile(path):  # what was logged after the checkpoint will be logged again
         with open(path, encoding='utf-8') as f:
-            kept = [line for line in f if json.loads(line)['step'] <= iter_num]
+            lines = [(json.loads(line), line) for line in f]
+        kept = [line for fields, line in lines if fields['step'] <= iter_num - ('val_loss' in fields)]
     metrics = open(path, 'w', encoding='utf-8')
     metrics.writelines(kept)
     if wandb:
         wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config)
 
 watch = LossWatch()
-bar = tqdm(total=max_iters, initial=iter_num, unit='step', disable=None if master else True)  # None: not without a terminal
-loss_sum, loss_steps, clock, clock_steps = 0.0, 0, time.perf_counter(), 0
+bar = tqdm(total=max_iters, initial=iter_num, unit='step', disable=None if master else True)  # None: on a terminal
+clock, clock_steps = time.perf_counter(), 0
 while True:
     last = iter_num >= max_iters
     if last or iter_num % eval_interval == 0:
         watch.check()
         val_loss = evaluate()
+        stop_unless_finite(val_loss, iter_num, 'validation loss')  # before anything is saved
         better = val_loss < best_val_loss
         best_val_loss = min(best_val_loss, val_loss)
         if master:
@@ -334,18 +348,18 @@ while True:
     for group in optimizer.param_groups:
         group['lr'] = lr
     torch.manual_seed(int(np.random.SeedSequence((seed, iter_num, rank)).generate_state(1)[0]))  # dropout's draws
-    loss_sum = torch.zeros((), device=device)
+    mean_loss = torch.zeros((), device=device)  # over micro-steps and ranks
+    starts = train_windows(len(train_data), block_size, (micro_steps, world, batch_size), seed, iter_num)
     for micro_step in range(micro_steps):
-        x, y = train_batch(train_data, iter_num, micro_step, batch_size, block_size, micro_steps, seed, device, rank, world)
+        x, y = train_batch(train_data, starts[micro_step, rank], block_size, device)
         if ddp:  # the gradients travel once a step
             model.require_backward_grad_sync = micro_step == micro_steps - 1
         with autocast(device, dtype):
             _, loss = model(x, y)
         scaler.scale(loss / micro_steps).backward()
-        loss_sum += loss.detach() / micro_steps
+        mean_loss += loss.detach() / (micro_steps * world)
     if ddp:
-        dist.all_reduce(loss_sum)
-    mean_loss = loss_sum / world
+        dist.all_reduce(mean_loss)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     scaler.step(optimizer)

@@ -499,6 +499,21 @@ def test_a_whole_sub_layer(kind, static):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize('kind', ALL)
+def test_differentiating_twice(kind):
+    # not needed for training, but a backward written by hand must not be silently wrong there
+    n, C = 4, 3
+    m = randomised(kind, n, C)
+    names = [name for name, _ in m.named_parameters()]
+
+    def fn(X, f, *params):
+        H_pre, H_post, H_res = torch.func.functional_call(m, dict(zip(names, params)), (X,))
+        return write(X, f * read(H_pre, X), H_post, H_res)
+
+    inputs = [randn(1, 2, n, C), randn(1, 2, C, seed=1), *m.parameters()]
+    assert torch.autograd.gradgradcheck(fn, [x.detach().requires_grad_() for x in inputs], fast_mode=True)
+
+
 def test_row_i_of_H_res_makes_output_stream_i():
     X, f, H_post = randn(1, 1, 4, 5), randn(1, 1, 5, seed=1), randn(1, 1, 4, seed=2)
     H_res = randn(1, 1, 4, 4, seed=3)

@@ -220,6 +220,16 @@ def test_gradcheck(p):
             assert torch.autograd.gradcheck(partial(retract, p=p, max_angle=cap), inputs)
 
 
+@pytest.mark.parametrize('p', PS)
+def test_differentiating_twice(p):
+    # not needed for training, but a backward written by hand must not be silently wrong there
+    h, f, _ = tokens(3, 4)
+    f = torch.stack([f[0], 4 * f[1], -0.6 * h[2]])                  # below the cap, above it, parallel
+    inputs = [x.clone().requires_grad_() for x in (h, f, torch.tensor(0.7, dtype=torch.float64))]
+    for cap in (None, CAP):
+        assert torch.autograd.gradgradcheck(partial(retract, p=p, max_angle=cap), inputs)
+
+
 @pytest.mark.parametrize('p,cap', P_CAPS)
 def test_d_2(p, cap):
     # in the plane h' is h turned by theta towards f
