@@ -146,7 +146,8 @@ class _Retract(torch.autograd.Function):
         dh = torch.addcmul((cos - b * c) * g, w + u * c, z, value=-1).addcmul_(w * c - m * beta2 / hh, x)
         dalpha = None
         if ctx.needs_input_grad[2]:
-            dalpha = (sinc * gz + m * al * zz / hh).sum_to_size(alpha.shape).to(alpha.dtype)
+            # exactly 0 where capped, for slope is
+            dalpha = (slope * (cos * gz - sinc * gh * al * zz / hh)).sum_to_size(alpha.shape).to(alpha.dtype)
         return dh.to(h.dtype), df.to(f.dtype), dalpha, None, None
 
 
