@@ -72,7 +72,8 @@ def all_logits(model, idx):
 PRESETS = {  # norm, place, connection
     'pre_ln': ('layernorm', 'in', 'add'), 'post_ln': ('layernorm', 'none', 'highway'), 'pre_dyt': ('dyt', 'in', 'add'),
     'peri_ln': ('layernorm', 'both', 'add'), 'keel': ('layernorm', 'in', 'highway'),
-    **{mode: ('layernorm', 'none', 'sphere') for mode in SPHERE}, **{mode: ('layernorm', 'in', 'hyper') for mode in HYPER},
+    **{mode: ('layernorm', 'none', 'sphere') for mode in SPHERE},
+    **{mode: ('layernorm', 'in', 'hyper') for mode in HYPER},
 }
 
 
@@ -133,7 +134,7 @@ def reference(c, state, idx):
     for l in range(L):  # noqa: E741
         block, k = f'h.{l // 2}.', l % 2 + 1
 
-        def branch(y):
+        def branch(y, block=block, k=k):
             y = N(f'{block}ln_{k}', y) if place in ('in', 'both') else y
             y = attention(block + 'attn', y) if k == 1 else mlp(block + 'mlp', y)
             return N(f'{block}ln_{k}_out', y) if place in ('out', 'both') else y
@@ -149,7 +150,8 @@ def reference(c, state, idx):
             decay = {'sqrt': 1 / math.sqrt(l + 1), 'harmonic': 1 / (l + 1), 'linear': (L - l - 1) / L, 'none': 1}[decay]
             x = retract_matrix(x, branch(x), decay * softplus(f'{block}res_{k}.step.raw', 0, 1), p)
         else:
-            H_pre, H_post, H_res = mapping(c, lambda name: get(f'{block}res_{k}.mapping.{name}'), x)
+            H_pre, H_post, H_res = mapping(c, {name: get(f'{block}res_{k}.mapping.{name}')
+                                                for name in ('gain', 'weight', 'bias', 'scale')}, x)
             matrices.append((H_pre, H_post, H_res))
             f = branch(torch.einsum('bti,btic->btc', H_pre, x))
             x = torch.einsum('btij,btjc->btic', H_res, x) + torch.einsum('bti,btc->btic', H_post, f)
@@ -165,7 +167,8 @@ def retract_matrix(h, f, alpha, p):
     z = f - (h * f).sum(-1, keepdim=True) / r2 * h
     slope = (z**2).sum(-1, keepdim=True).sqrt() / r2.sqrt()
     if p > 1:  # no angle above 45 degrees: the largest step that stays below
-        alpha = torch.minimum(alpha.expand_as(slope), (p * math.tan(math.pi / 4 / p) if p < math.inf else math.pi / 4) / slope)
+        beta_max = p * math.tan(math.pi / 4 / p) if p < math.inf else math.pi / 4
+        alpha = torch.minimum(alpha.expand_as(slope), beta_max / slope)
     if p == 1:
         y = h + alpha * z
         return y * (r2 / (y**2).sum(-1, keepdim=True)).sqrt()
@@ -178,31 +181,36 @@ def retract_matrix(h, f, alpha, p):
     return (torch.linalg.matrix_exp((theta / slope).unsqueeze(-1) * W) @ h.unsqueeze(-1)).squeeze(-1)
 
 
-def mapping(c, get, X):
+def logit_sizes(kind, n):
+    """The groups of logits with a scalar each: H_pre, H_post, then those of H_res."""
+    k = (n - 1) * (n - 2) // 2
+    return [n, n, *{'mhc': [n * n], 'mhc_lite': [math.factorial(n)], 'kromhc': [2 * round(math.log2(n))],
+                    's2hc': [k, k, n - 1], 'hc_identity': [], 'hc_orthogonal': [n * (n - 1) // 2]}[kind]]
+
+
+def mapping(c, param, X):
     """The three matrices of X (B, T, n, C), from the formulas."""
     B, T, n, C = X.shape
-    bias = get('bias')
+    bias = param['bias']
     eye = torch.eye(n, dtype=X.dtype)
     if c.residual == 'hc':
-        A_r, A_m, A_b = (y.expand(B, T, n, -1) for y in (bias[: n * n].view(n, n), bias[n * n : -n, None], bias[-n:, None]))
+        A_r, A_m, A_b = bias[: n * n].view(n, n), bias[n * n : -n, None], bias[-n:, None]
+        A_r, A_m, A_b = (y.expand(B, T, n, -1) for y in (A_r, A_m, A_b))
         if not c.static:
             xb = X / ((X**2).mean(-1, keepdim=True) + 1e-6) ** 0.5
-            W, (s_a, s_b) = get('weight'), get('scale')
+            W, (s_a, s_b) = param['weight'], param['scale']
             A_r = A_r + s_a * torch.tanh(xb @ W[:n].T)
             A_m = A_m + s_a * torch.tanh(xb @ W[n : n + 1].T)
             A_b = A_b + s_b * torch.tanh(xb @ W[n + 1 :].T)
         return A_m.mT[..., 0, :], A_b.mT[..., 0, :], A_r.mT
-    k = (n - 1) * (n - 2) // 2
-    sizes = {'mhc': [n * n], 'mhc_lite': [math.factorial(n)], 'kromhc': [2 * round(math.log2(n))], 's2hc': [k, k, n - 1],
-             'hc_identity': [], 'hc_orthogonal': [n * (n - 1) // 2]}[c.residual]
-    sizes = [n, n, *sizes]
+    sizes = logit_sizes(c.residual, n)
     parts = [b.expand(B, T, -1) for b in bias.split(sizes)]
     gates = [1, 1]
     if not c.static:
         x = X.reshape(B, T, n * C)
-        x = get('gain') * x / ((x**2).mean(-1, keepdim=True) + 1e-6) ** 0.5
-        a, gates = get('scale')[: len(sizes)], get('scale')[len(sizes) :]
-        parts = [a_i * (x @ W.T) + b for a_i, W, b in zip(a, get('weight').split(sizes), parts)]
+        x = param['gain'] * x / ((x**2).mean(-1, keepdim=True) + 1e-6) ** 0.5
+        a, gates = param['scale'].split([len(sizes), len(param['scale']) - len(sizes)])
+        parts = [a_i * (x @ W.T) + b for a_i, W, b in zip(a, param['weight'].split(sizes), parts)]
     pre, post, *res = parts
     H = torch.zeros(B, T, n, n, dtype=X.dtype)
 
@@ -266,7 +274,8 @@ CASES += [dict(residual=kind, n_streams=n) for kind in HYPER for n in (2, 3, 5, 
           if not (kind == 'kromhc' and n in (3, 5) or kind == 'mhc_lite' and n > 6)]
 CASES += [dict(residual=mode, **{option: True}) for option in ('embed_norm', 'embed_scale')
           for mode in ('pre_ln', 'peri_ln', 'pre_dyt', 'proj_spheret', 'mhc')]
-CASES += [dict(residual='pre_ln', gelu_tanh=True), dict(residual='keel', n_layer=3), dict(residual='mhc_lite', n_layer=3)]
+CASES += [dict(residual='pre_ln', gelu_tanh=True), dict(residual='keel', n_layer=3)]
+CASES += [dict(residual='mhc_lite', n_layer=3), dict(residual='p_spheret', n_layer=3)]
 
 
 @pytest.mark.parametrize('case', CASES, ids=lambda case: '-'.join(map(str, case.values())))
@@ -342,7 +351,8 @@ def test_parameter_counts_of_the_papers(monkeypatch, n_layer, C, n, kind, option
 
 def test_parameter_counts_of_the_rest():
     plain = build().get_num_params()
-    assert 56 * (7 * 1024 * (14 + math.factorial(7) + 1) + 14 + math.factorial(7) + 3) == pytest.approx(2.03e9, rel=1e-3)
+    logits = 14 + math.factorial(7)  # mhc_lite of 28 layers, C 1024, n 7: refused
+    assert 56 * (7 * 1024 * (logits + 1) + logits + 3) == pytest.approx(2.03e9, rel=1e-3)
     assert build(residual='s2hc').get_num_params() - plain == 4 * (4 * 16 * (8 + 9 + 1) + 8 + 9 + 7)  # branches and all
     assert build(residual='post_ln').get_num_params() == plain                     # 4 norms inside, 4 outside
     assert build(residual='pre_dyt').get_num_params() - plain == 5                 # a0 of 4 norms and ln_f
@@ -433,8 +443,9 @@ def test_H_res_has_an_effect(kind):
     for layer, block in enumerate(model.transformer.h):
         for i, connection in enumerate((block.res_1, block.res_2)):
             H_pre, H_post, H_res = matrices[2 * layer + i]
-            noise = 0.1 * torch.randn(4, 4, dtype=torch.float64)  # row sums not 1: it shows in sub-layer 0 too
-            hook = connection.mapping.register_forward_hook(lambda *_: (H_pre, H_post, H_res + noise))
+            H_res = H_res + 0.1 * torch.randn(4, 4, dtype=torch.float64)  # row sums not 1: it shows in sub-layer 0 too
+            changed = H_pre, H_post, H_res
+            hook = connection.mapping.register_forward_hook(lambda *_, changed=changed: changed)
             assert (all_logits(model, idx) - logits).abs().max() > 1e-4
             hook.remove()
     if kind != 'hc_identity':
@@ -482,10 +493,7 @@ def pieces(kind, n):
     """name -> index of the parts of a mapping's `bias`, and of `weight` and `scale`, that have a job of their own."""
     if kind == 'hc':
         return {}
-    k = (n - 1) * (n - 2) // 2
-    sizes = {'mhc': [n * n], 'mhc_lite': [math.factorial(n)], 'kromhc': [2 * round(math.log2(n))], 's2hc': [k, k, n - 1],
-             'hc_identity': [], 'hc_orthogonal': [n * (n - 1) // 2]}[kind]
-    ends = np.cumsum([0, n, n, *sizes]).tolist()
+    ends = np.cumsum([0, *logit_sizes(kind, n)]).tolist()
     return {f'{"H_pre H_post".split()[i] if i < 2 else "H_res"} {i}': slice(a, b)
             for i, (a, b) in enumerate(zip(ends, ends[1:]))}
 
@@ -558,7 +566,8 @@ def test_what_decays(mode):
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [(names[id(p)], group['weight_decay']) for group in optimizer.param_groups for p in group['params']]
     assert sorted(name for name, _ in groups) == sorted(names.values())  # each once
-    linears = {f'transformer.h.{i}.{x}.weight' for i in (0, 1) for x in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')}
+    linears = {f'transformer.h.{i}.{x}.weight' for i in (0, 1)
+               for x in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')}
     mappings = {f'transformer.h.{i}.res_{k}.mapping.weight' for i in (0, 1) for k in (1, 2) if mode in HYPER}
     decayed = {name for name, decay in groups if decay}
     assert decayed == linears | mappings | {'transformer.wte.weight', 'transformer.wpe.weight'}
@@ -792,7 +801,7 @@ def greedy(model, idx, steps, n_vocab=None):
 
 @pytest.mark.parametrize('mode', ['pre_ln', 'proj_spheret', 's2hc'])
 def test_greedy_generation(mode):
-    model, prompt = build(seed=1, residual=mode), tokens(T=3)
+    model, prompt = build(seed=3, residual=mode), tokens(T=3)
     with torch.no_grad():
         model.transformer.wpe.weight.mul_(6)  # else the tied head says the same token for ever
     expected = greedy(model, prompt, 10)  # 13 tokens: the context slides over the block of 8
@@ -867,19 +876,21 @@ def test_residual_matrices_leave_the_model_alone(mode):
 
 BAD = [
     (dict(residual='pre_nl'), MODES), (dict(norm='batchnorm'), ['layernorm', 'rmsnorm', 'dyt', 'derf']),
-    (dict(place='before'), ['in', 'out', 'both', 'none']), (dict(decay='cosine'), ['sqrt', 'harmonic', 'linear', 'none']),
+    (dict(place='before'), ['in', 'out', 'both', 'none']),
+    (dict(decay='cosine'), ['sqrt', 'harmonic', 'linear', 'none']),
     (dict(bound='none'), ['project', 'clamp']), (dict(readout='sum'), ['mean', 'softmax']),
     (dict(residual=None), MODES), (dict(bound=None), ['project', 'clamp']), (dict(readout=None), ['mean', 'softmax']),
     (dict(n_embd=18, n_head=4), ['18', '4']),
-    *((dict([(key, value)]), [str(value)]) for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_streams')
-      for value in (0, -1)),
+    *(({key: value}, [str(value)]) for value in (0, -1)
+      for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_streams')),
     *((dict(dropout=x), [str(x)]) for x in (-0.1, 1.0)), *((dict(p=x), [str(x)]) for x in (0, -1.0, math.nan)),
-    (dict(residual='kromhc', n_streams=3), ['3', 'mhc']), (dict(residual='kromhc', n_streams=6), ['6', 'mhc']),
-    (dict(residual='mhc_lite', n_streams=7), ['7', 'mhc']), (dict(residual='mhc_lite', n_streams=7, static=True), ['mhc']),
+    (dict(residual='kromhc', n_streams=3), ['3', 's2hc']), (dict(residual='kromhc', n_streams=6), ['6', 's2hc']),
+    (dict(residual='mhc_lite', n_streams=7), ['7', 's2hc']),
+    (dict(residual='mhc_lite', n_streams=7, static=True), ['7', 's2hc']),
 ]
 
 
-@pytest.mark.parametrize('kw, words', BAD, ids=lambda x: '-'.join(f'{k}={v}' for k, v in x.items()) if isinstance(x, dict) else '')
+@pytest.mark.parametrize('kw, words', BAD, ids=str)
 def test_models_that_cannot_be(kw, words):
     with pytest.raises(ValueError) as e:
         build(**kw)
@@ -890,11 +901,10 @@ def test_models_that_cannot_be(kw, words):
 
 def test_defaults_are_nanogpts():
     c = GPTConfig()
-    assert (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, c.dropout, c.bias) == (1024, 50304, 12, 12, 768, 0.0, True)
-    assert list(vars(c))[:15] == ['block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'residual',
-                                  'norm', 'place', 'n_streams', 'p', 'decay', 'bound', 'static']
-    assert (c.residual, c.norm, c.place, c.n_streams, c.p, c.decay) == ('pre_ln', None, None, 4, 0.5, None)
-    assert (c.bound, c.static, c.readout) == ('project', False, 'mean')
+    assert list(vars(c).items())[:16] == [
+        ('block_size', 1024), ('vocab_size', 50304), ('n_layer', 12), ('n_head', 12), ('n_embd', 768), ('dropout', 0.0),
+        ('bias', True), ('residual', 'pre_ln'), ('norm', None), ('place', None), ('n_streams', 4), ('p', 0.5),
+        ('decay', None), ('bound', 'project'), ('static', False), ('readout', 'mean')]
     assert list(RESIDUALS) == MODES
 
 
@@ -920,7 +930,7 @@ def test_the_keys_that_matter(mode):
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('static', [False, True])
 def test_flops(mode, static):
-    """6 for a multiply-add of every parameter but the positions, 12 n_layer C T for attention, and the stream's matrices."""
+    """6 a multiply-add: one for each parameter but the positions, and the stream's matrices. 12 n_layer C T more."""
     model, C, n = build(residual=mode, n_layer=3, static=static), 16, 4
     macs = sum(p.numel() for p in model.parameters()) - 8 * 16
     if mode in HYPER:
