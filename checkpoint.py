@@ -6,7 +6,6 @@ identity. It holds only tensors and plain types, so torch.load(weights_only=True
 """
 import contextlib
 import os
-import pickle
 
 import torch
 
@@ -71,10 +70,11 @@ def load_checkpoint(path):
         raise UserError(f'{path}: there is no such checkpoint; train first, or set --out_dir or --init_from')
     try:
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError) as e:
-        raise UserError(f'{path}: not a checkpoint, or a damaged one ({str(e).splitlines()[0]})') from None
-    if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= set(checkpoint):
-        raise UserError(f'{path}: a foreign checkpoint, without the keys model and model_args of this repository and nanoGPT')
+    except Exception as e:  # a damaged file makes torch.load raise anything, or advise to read it unsafely
+        raise UserError(f'{path}: not a checkpoint, a damaged one, or one that would run code when read '
+                        f'({type(e).__name__}); take another with --init_from=FILE, or train again') from None
+    if not (isinstance(checkpoint, dict) and all(isinstance(checkpoint.get(k), dict) for k in ('model', 'model_args'))):
+        raise UserError(f'{path}: a foreign checkpoint: no model and model_args, as this repository and nanoGPT write')
     # torch.compile and DDP prefix the names; old nanoGPTs saved the causal mask, which is no parameter
     state = {key.removeprefix('_orig_mod.').removeprefix('module.'): v for key, v in checkpoint['model'].items()}
     checkpoint['model'] = {key: v for key, v in state.items() if not key.endswith(('.attn.bias', '.attn.masked_bias'))}

@@ -51,12 +51,12 @@ class Key:
     default: object
     section: str
     comment: str
-    choices: list
+    choices: object  # a container that may still grow: a config file may add a residual mode of its own
     positive: bool
 
     @property
     def kind(self):
-        return type(self.choices[0] if self.default is None else self.default)
+        return type(next(iter(self.choices)) if self.default is None else self.default)
 
     @property
     def rule(self):
@@ -140,7 +140,7 @@ def read_keys(path, choices, positive):
         while comment and line in alone and alone[line][0] == column:  # the comment runs over
             comment += ' ' + alone[line][1]
             line += 1
-        keys[name] = Key(name, default, section, comment, list(choices.get(name, [])), name in positive)
+        keys[name] = Key(name, default, section, comment, choices.get(name, ()), name in positive)
     if strays := {*choices, *positive} - {*keys}:
         raise ValueError(f'{path}: choices or positive hold what is no key: {", ".join(sorted(strays))}')
     return keys
@@ -176,7 +176,7 @@ def run_file(word, path, values):
         text = e.msg if isinstance(e, SyntaxError) else e
         raise UserError(f'{word}{f", line {line}" if line else ""}: {type(e).__name__}: {text}') from None
     return {name: value for name, value in scope.items() if name in values
-            or not (name.startswith('_') or isinstance(value, ModuleType) or callable(value))}
+            or not (name.startswith('_') or name.isupper() or isinstance(value, ModuleType) or callable(value))}
 
 
 def configure(namespace, choices={}, positive=(), renamed={}, argv=None):

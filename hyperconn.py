@@ -206,6 +206,7 @@ class Mapping(nn.Module):
     """
 
     eps = 1e-6
+    macs = 0     # multiply-adds a token beyond one a parameter
     n_gates = 0  # entries at the end of `scale` that a kind's `matrix` uses by itself, init 1
 
     def __init__(self, n, C, sublayer, static=False):
@@ -366,6 +367,7 @@ class HC(nn.Module):
     def __init__(self, n, C, sublayer, static=False):
         super().__init__()
         self.n, self.main, self.static = n, sublayer % n, static
+        self.macs = 0 if static else (n - 1) * (n + 2) * C  # the weight meets each stream by itself
         self.bias = nn.Parameter(torch.empty(n * (n + 2)))  # one dimension: never decayed
         if not static:
             self.weight = nn.Parameter(torch.empty(n + 2, C))

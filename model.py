@@ -8,7 +8,7 @@ A GPT whose residual connection is a config key: nanoGPT's model, and three ques
 A residual mode is a row of RESIDUALS: an answer to the three. With 'pre_ln' this is nanoGPT, parameter by parameter.
 
 References: GPT-2 and nanoGPT for the backbone; spheretnorm.py and hyperconn.py for the mathematics of the connections.
-Dimensions: B batch, T time, C = n_embd channels, H heads, n streams, L = 2 * n_layer sub-layers, l = 0 .. L-1 counts them.
+Dimensions: B batch, T time, C = n_embd channels, H heads, n streams, l = 0 .. L-1 sub-layers, L = 2 * n_layer.
 """
 import math
 import zlib
@@ -192,7 +192,7 @@ class Hyper(Connection):
         super().__init__(config, sublayer)
         n, C = config.n_streams, config.n_embd
         self.mapping = hyperconn.KINDS[kind](n, C, sublayer, config.static)
-        self.macs = 2 * n * C + (0 if kind == 'hc_identity' else n * n * C)  # read and write, mix
+        self.macs = 2 * n * C + (0 if kind == 'hc_identity' else n * n * C) + self.mapping.macs  # read and write, mix
 
     def forward(self, x, branch):
         H_pre, H_post, H_res = self.mapping(x)          # (B, T, n), (B, T, n), (B, T, n, n)
@@ -469,7 +469,7 @@ class GPT(nn.Module):
         return optimizer
 
     def get_num_params(self, non_embedding=True):
-        """Parameters, without the position embeddings; the token embeddings count, since the head is the same matrix."""
+        """Parameters, without the position embeddings; the token embeddings count, for they are the head too."""
         n = sum(p.numel() for p in self.parameters())
         return n - self.transformer.wpe.weight.numel() if non_embedding else n
 
@@ -526,9 +526,10 @@ class GPT(nn.Module):
         hf = GPT2LMHeadModel.from_pretrained(name)
         c = hf.config
         plain = (c.activation_function in ('gelu_new', 'gelu_pytorch_tanh', 'gelu') and c.layer_norm_epsilon == 1e-5
-                 and c.n_inner in (None, 4 * c.n_embd) and c.scale_attn_weights and not c.scale_attn_by_inverse_layer_idx)
+                 and c.n_inner in (None, 4 * c.n_embd) and c.scale_attn_weights
+                 and not c.scale_attn_by_inverse_layer_idx)
         if not plain:
-            raise ValueError('not a plain GPT-2: see activation_function, layer_norm_epsilon, n_inner in its config.json')
+            raise ValueError(f'{name} is no plain GPT-2: see activation_function, layer_norm_epsilon, n_inner in its config')
         model = cls(GPTConfig(block_size=c.n_positions, vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
                               n_embd=c.n_embd, bias=True, gelu_tanh=c.activation_function != 'gelu', **override_args))
         theirs = hf.state_dict()

@@ -30,21 +30,20 @@ compile = False        # torch.compile the model
 configure(globals(), choices={'dtype': ('auto', *DTYPES)}, positive=('num_samples', 'max_new_tokens'))
 
 device, dtype = pick_device(device, dtype)
-tokenizer = None
-if init_from.startswith('gpt2') or os.path.isdir(init_from):
-    model, identity = pretrained(init_from), GPT2['tokenizer']
+path = os.path.join(out_dir, 'ckpt.pt') if init_from == 'resume' else init_from
+if init_from != 'resume' and not os.path.isfile(path) and (path.startswith('gpt2') or os.path.isdir(path)):
+    model, identity = pretrained(path), GPT2['tokenizer']
 else:
-    path = os.path.join(out_dir, 'ckpt.pt') if init_from == 'resume' else init_from
     checkpoint = load_checkpoint(path)
     model = model_from_checkpoint(checkpoint, path)
     identity = checkpoint.get('tokenizer')
     if identity is None:  # nanoGPT's checkpoints name only the data set
-        meta = read_meta(find_dataset(checkpoint.get('config', {}).get('dataset', 'openwebtext'))) \
-            if model.config.vocab_size < 50257 else GPT2
-        if meta['vocab_size'] > model.config.vocab_size:
-            raise UserError(f'{path} does not name its tokenizer, and its data set has another one now')
-        identity = meta['tokenizer']
+        dataset = checkpoint.get('config', {}).get('dataset', 'openwebtext')
+        identity = (read_meta(find_dataset(dataset)) if model.config.vocab_size < 50257 else GPT2)['tokenizer']
 tokenizer = get_tokenizer(identity)
+if tokenizer.n_vocab > model.config.vocab_size:
+    raise UserError(f'{path}: the model has {model.config.vocab_size} tokens, its tokenizer {tokenizer.n_vocab}; '
+                    'is that the data set it was trained on?')
 
 if start.startswith('FILE:'):
     try:

@@ -532,6 +532,29 @@ def test_a_gradient_reaches_every_parameter(case):
             assert size < 1e-8 if forbidden else size > floor, f'{name} {part}: {size}'
 
 
+@pytest.mark.parametrize('case', GRADIENT_CASES, ids=lambda case: '-'.join(map(str, case.values())))
+def test_gradients_are_the_slope_of_the_loss(case):
+    """In a random direction, by a difference of fourth order."""
+    model = build(seed=1, **case)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith('step.raw'):
+                p.clamp_(max=0.4)  # inside the bounds: beyond, the gradient goes straight through instead
+    params, losses = list(model.parameters()), {}
+    directions = [torch.randn_like(p) for p in params]
+    grads = gradients(model)
+    slope = sum((g * d).sum() for g, d in zip(grads.values(), directions)).item()
+    start = [p.detach().clone() for p in params]
+    step = 1e-4
+    for i in (-2, -1, 1, 2):
+        with torch.no_grad():
+            for p, x, d in zip(params, start, directions):
+                p.copy_(x + i * step * d)
+            losses[i] = model(tokens(), targets=tokens(seed=6))[1].item()
+    expected = (8 * (losses[1] - losses[-1]) - (losses[2] - losses[-2])) / (12 * step)
+    assert slope == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
 def test_linear_decay_never_moves_the_last_branch():
     for mode in SPHERE:
         grads = gradients(build(seed=1, residual=mode, decay='linear'))
@@ -760,7 +783,7 @@ def test_gpt2_from_transformers(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match='n_layer'):
         GPT.from_pretrained(path, dict(n_layer=3))
     for kw in (dict(activation_function='relu'), dict(n_inner=64), dict(layer_norm_epsilon=1e-6),
-               dict(scale_attn_by_inverse_layer_idx=True)):
+               dict(scale_attn_by_inverse_layer_idx=True), dict(scale_attn_weights=False)):
         with pytest.raises(ValueError, match='activation_function') as e:
             GPT.from_pretrained(save('other', **kw)[1])
         assert '\n' not in str(e.value)

@@ -32,7 +32,7 @@ from checkpoint import (
     save_checkpoint,
 )
 from configurator import UserError, configure, require
-from dataloader import find_dataset, open_split, read_meta, train_batch, train_windows, val_batches
+from dataloader import GPT2, find_dataset, open_split, read_meta, train_batch, train_windows, val_batches
 from model import CHOICES, GPTConfig
 
 # -----------------------------------------------------------------------------
@@ -115,6 +115,8 @@ micro_steps = gradient_accumulation_steps // world
 if ddp and device in ('auto', 'cuda') and torch.cuda.is_available():
     device = f'cuda:{local_rank}'
 device, dtype = pick_device(device, dtype)
+if ddp and device.type == 'cuda':
+    torch.cuda.set_device(device)
 wandb = require('wandb', 'wandb_log=True') if wandb_log and not eval_only else None
 pyplot = require('matplotlib.pyplot', 'loss.png') if not eval_only else None
 
@@ -136,14 +138,14 @@ torch.manual_seed(seed)
 if init_from == 'scratch':
     vocab_size = vocab_size or (50304 if n_vocab == 50257 else n_vocab)
     model = build_model({**{key: config[key] for key in model_keys}, 'vocab_size': vocab_size})
-elif init_from.startswith('gpt2') or os.path.isdir(init_from):
-    model = pretrained(init_from, dropout=dropout)
 elif init_from == 'resume' or os.path.isfile(init_from):
     if init_from == 'resume':  # a folder of nanoGPT has only ckpt.pt
         last = os.path.join(out_dir, 'last.pt')
         init_from = last if os.path.isfile(last) else os.path.join(out_dir, 'ckpt.pt')
     checkpoint = load_checkpoint(init_from)
     model = model_from_checkpoint(checkpoint, init_from, **({'dropout': dropout} if 'dropout' in given else {}))
+elif init_from.startswith('gpt2') or os.path.isdir(init_from):
+    model, checkpoint = pretrained(init_from, dropout=dropout), {'tokenizer': GPT2['tokenizer']}
 else:
     raise UserError(f'init_from = {init_from}: none of scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, nor a '
                     'checkpoint file or a folder that exists')
@@ -162,7 +164,8 @@ block_size, vocab_size = model.config.block_size, model.config.vocab_size
 if vocab_size < n_vocab:
     raise UserError(f'vocab_size = {vocab_size} is smaller than the vocabulary of {data_dir}, {n_vocab}')
 if checkpoint.get('tokenizer', meta['tokenizer']) != meta['tokenizer']:
-    raise UserError(f'{init_from} was trained with another tokenizer or vocabulary than that of {data_dir}')
+    raise UserError(f'{init_from} was trained with another tokenizer or vocabulary than that of {data_dir}: '
+                    'take its own data set, or --init_from=scratch')
 train_data, val_data = (open_split(data_dir, split, block_size, n_vocab) for split in ('train', 'val'))
 tokens_per_step = gradient_accumulation_steps * batch_size * block_size
 
@@ -174,7 +177,9 @@ if resuming:
     try:
         iter_num, best_val_loss = checkpoint['iter_num'], float(checkpoint['best_val_loss'])
         optimizer.load_state_dict(checkpoint['optimizer'])
-    except (KeyError, ValueError) as e:
+        if any(state['exp_avg'].shape != weight.shape for weight, state in optimizer.state.items()):  # torch is silent
+            raise ValueError('the shapes of the optimizer are not the shapes of the weights')
+    except (KeyError, ValueError, TypeError, AttributeError) as e:
         raise UserError(f'{init_from} cannot be resumed, its training state is missing or foreign ({e}): '
                         f'start from its weights with --init_from={init_from}') from None
 checkpoint = None  # frees the memory
@@ -205,15 +210,17 @@ scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
 def evaluate():
     """Mean loss in nats over the validation windows."""
     raw_model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device if ddp else 'cpu')  # of losses and of tokens
+    total, count = 0.0, 0
     for x, y, n in val_batches(val_data, batch_size, block_size, eval_tokens, device, rank, world):
         with autocast(device, dtype):
             _, loss = eval_model(x, y)
-        sums += torch.tensor([loss.item() * n, n], dtype=torch.float64)
+        total, count = total + loss.item() * n, count + n
     raw_model.train()
     if ddp:
+        sums = torch.tensor([total, count], dtype=torch.float64, device=device)
         dist.all_reduce(sums)
-    return (sums[0] / sums[1]).item()
+        total, count = sums.tolist()
+    return total / count
 
 
 def learning_rate_at(step):
@@ -249,8 +256,8 @@ def save(name):
 
 def stop_unless_finite(loss, step, name='loss'):
     if not math.isfinite(loss):
-        good = os.path.join(out_dir, 'last.pt')
-        kept = f'{good} is the last good checkpoint' if os.path.isfile(good) else 'no checkpoint was written yet'
+        paths = [os.path.join(out_dir, name) for name in ('last.pt', 'ckpt.pt')]
+        kept = next((f'{path} is untouched' for path in paths if os.path.isfile(path)), 'no checkpoint was written yet')
         raise UserError(f'the {name} of step {step} is {loss} with residual = {config["residual"]}: stopped, {kept}; '
                         'a smaller learning_rate or a longer warm-up may help')
 
@@ -309,14 +316,17 @@ if eval_only:
 # training
 
 if master:
-    os.makedirs(out_dir, exist_ok=True)
     path = os.path.join(out_dir, 'metrics.jsonl')
     kept = []
-    if resuming and os.path.isfile(path):  # what was logged after the checkpoint will be logged again
-        with open(path, encoding='utf-8') as f:
-            lines = [(json.loads(line), line) for line in f]
-        kept = [line for fields, line in lines if fields['step'] <= iter_num - ('val_loss' in fields)]
-    metrics = open(path, 'w', encoding='utf-8')
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        if resuming and os.path.isfile(path):  # what was logged after the checkpoint will be logged again
+            with open(path, encoding='utf-8') as f:
+                lines = [(json.loads(line), line) for line in f if line.endswith('\n')]  # a kill may have cut the last
+            kept = [line for fields, line in lines if fields['step'] <= iter_num - ('val_loss' in fields)]
+        metrics = open(path, 'w', encoding='utf-8')
+    except (OSError, ValueError) as e:
+        raise UserError(f'out_dir = {out_dir}: {path} cannot be written or continued ({e})') from None
     metrics.writelines(kept)
     if wandb:
         wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config)

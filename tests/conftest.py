@@ -116,7 +116,8 @@ def build_nanogpt_checkpoint(n_layer=2, n_embd=16, block_size=16, vocab_size=20,
     weights = {name: torch.randn(shape, generator=draw) * 0.1 for name, shape in shapes.items()}
     groups = [[name for name in shapes if len(shapes[name]) == 2], [name for name in shapes if len(shapes[name]) == 1]]
     state = {i: {'step': torch.tensor(7.0), 'exp_avg': torch.randn(shapes[name], generator=draw) * 1e-3,
-                 'exp_avg_sq': torch.rand(shapes[name], generator=draw) * 1e-5} for i, name in enumerate(sum(groups, []))}
+                 'exp_avg_sq': torch.rand(shapes[name], generator=draw) * 1e-5}
+             for i, name in enumerate(sum(groups, []))}
     sizes = len(groups[0]), len(groups[1])
     common = {'lr': 1e-3, 'betas': (0.9, 0.95), 'eps': 1e-8, 'amsgrad': False, 'foreach': None, 'maximize': False,
               'capturable': False, 'differentiable': False, 'fused': None}

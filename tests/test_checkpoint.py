@@ -32,7 +32,7 @@ def test_round_trip(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
-@pytest.mark.parametrize('prefix', ['_orig_mod.', 'module.', '_orig_mod.module.', 'module._orig_mod.'])
+@pytest.mark.parametrize('prefix', ['_orig_mod.', 'module.', '_orig_mod.module.'])
 def test_prefixes_of_compile_and_ddp_go(tmp_path, prefix):
     model = GPT(GPTConfig(**ARGS))
     saved(tmp_path / 'a.pt', model={prefix + key: v for key, v in model.state_dict().items()})
@@ -81,7 +81,8 @@ def damaged():
         f = io.BytesIO()
         torch.save({'model': {'a': torch.ones(3)}, 'model_args': {}}, f, _use_new_zipfile_serialization=new)
         whole[name] = f.getvalue()
-    cut = {f'{name} of {n}': b[:n] for name, b in whole.items() for n in (1, 2, 10, 40, 100, 200, len(b) // 2, len(b) - 9)}
+    cut = {f'{name} of {n}': b[:n] for name, b in whole.items()
+           for n in (1, 2, 10, 40, 100, 200, len(b) // 2, len(b) - 9)}
     return {'empty': b'', 'text': b'not a checkpoint\n' * 9, 'zeros': bytes(100), 'random': bytes(range(255, 0, -1)),
             'two bytes': b'\x80\x02', 'stack': b'\x80\x02.', 'zip file': b'PK\x05\x06' + bytes(18), **cut,
             'list': pickle.dumps([1, 2], 2)}
@@ -91,8 +92,9 @@ def damaged():
 def test_a_damaged_file_is_named(tmp_path, name):
     path = tmp_path / 'last.pt'
     path.write_bytes(damaged()[name])
-    with pytest.raises(UserError, match=r'last\.pt: (not a checkpoint|a foreign checkpoint)'):
+    with pytest.raises(UserError, match=r'last\.pt: not a checkpoint, .*--init_from') as e:
         load_checkpoint(path)
+    assert 'weights_only' not in str(e.value)  # torch advises to read the file unsafely
 
 
 @pytest.mark.parametrize('content', [
