@@ -6,6 +6,7 @@ identity. It holds only tensors and plain types, so torch.load(weights_only=True
 """
 import contextlib
 import os
+import re
 
 import torch
 
@@ -20,9 +21,9 @@ def pick_device(device, dtype):
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
     try:
-        device = torch.device(device)
-        if device.type not in ('cpu', 'cuda', 'mps'):
+        if not re.fullmatch(r'cpu|cuda(:\d+)?|mps', device):
             raise RuntimeError('not one of cpu, cuda, cuda:N, mps')
+        device = torch.device(device)
         if device.type == 'cuda' and not torch.cuda.is_available():
             raise RuntimeError('this machine, or this build of torch, has no CUDA')
         torch.empty(1, device=device)

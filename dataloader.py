@@ -23,10 +23,19 @@ def find_dataset(dataset):
     return dataset if os.sep in dataset or dataset in ('.', '..') else os.path.join(ROOT, 'data', dataset)
 
 
+def how_to_prepare(folder):
+    """The command that writes a data set, for an error."""
+    script = os.path.join(folder, 'prepare.py')
+    if os.path.isfile(script):
+        return f'python {os.path.relpath(script)}'
+    script = os.path.relpath(os.path.join(ROOT, 'data', 'shakespeare_char', 'prepare.py'))
+    return f'python {script} --source=FILE --out_dir={folder}'
+
+
 def read_meta(folder):
     """The meta.json of a prepared folder as a dict with `tokenizer` and `vocab_size`."""
     path = os.path.join(folder, 'meta.json')
-    how = f'run: python {os.path.relpath(os.path.join(folder, "prepare.py"))}'
+    how = f'run: {how_to_prepare(folder)}'
     if not os.path.isdir(folder):
         known = sorted(d.name for d in os.scandir(os.path.join(ROOT, 'data')) if os.path.isfile(f'{d.path}/prepare.py'))
         raise UserError(f'dataset: there is no folder {folder}; data/ has {", ".join(known)}, and any path works too')
@@ -47,7 +56,7 @@ def read_meta(folder):
 def open_split(folder, split, block_size, vocab_size):
     """The tokens of a split, memory-mapped uint16. Checked for what would only show up as nonsense later."""
     path = os.path.join(folder, f'{split}.bin')
-    how = f'prepare the data set again: python {os.path.relpath(os.path.join(folder, "prepare.py"))}'
+    how = f'prepare the data set again: {how_to_prepare(folder)}'
     if not os.path.isfile(path):
         raise UserError(f'{path}: missing; {how}')
     size = os.path.getsize(path)

@@ -34,6 +34,7 @@ from checkpoint import (
 from configurator import UserError, configure, require
 from dataloader import GPT2, find_dataset, open_split, read_meta, train_batch, train_windows, val_batches
 from model import CHOICES, GPTConfig
+from spheretnorm import Bounded
 
 # -----------------------------------------------------------------------------
 # output
@@ -162,7 +163,8 @@ for key in model_keys:
     config[key] = getattr(model.config, key)
 block_size, vocab_size = model.config.block_size, model.config.vocab_size
 if vocab_size < n_vocab:
-    raise UserError(f'vocab_size = {vocab_size} is smaller than the vocabulary of {data_dir}, {n_vocab}')
+    raise UserError(f'vocab_size = {vocab_size} is smaller than the vocabulary of {data_dir}, {n_vocab}: '
+                    '--vocab_size=0 takes that')
 if checkpoint.get('tokenizer', meta['tokenizer']) != meta['tokenizer']:
     raise UserError(f'{init_from} was trained with another tokenizer or vocabulary than that of {data_dir}: '
                     'take its own data set, or --init_from=scratch')
@@ -221,6 +223,12 @@ def evaluate():
         dist.all_reduce(sums)
         total, count = sums.tolist()
     return total / count
+
+
+def health():
+    """What only some modes have: how many of a sphere's step sizes and its radius sit on their upper bound."""
+    bounded = [m.on_bound() for m in raw_model.modules() if isinstance(m, Bounded)]
+    return {'on_bound': int(torch.stack(bounded).sum()), 'bounded': len(bounded)} if bounded else {}
 
 
 def learning_rate_at(step):
@@ -326,7 +334,8 @@ if master:
             kept = [line for fields, line in lines if fields['step'] <= iter_num - ('val_loss' in fields)]
         metrics = open(path, 'w', encoding='utf-8')
     except (OSError, ValueError) as e:
-        raise UserError(f'out_dir = {out_dir}: {path} cannot be written or continued ({e})') from None
+        raise UserError(f'out_dir = {out_dir}: {path} cannot be written or continued ({e}); '
+                        'take another --out_dir') from None
     metrics.writelines(kept)
     if wandb:
         wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config)
@@ -344,7 +353,7 @@ while True:
         best_val_loss = min(best_val_loss, val_loss)
         if master:
             say(f'step {iter_num}: validation loss {val_loss:.4f}')
-            log(val_loss=val_loss, best_val_loss=best_val_loss)
+            log(val_loss=val_loss, best_val_loss=best_val_loss, **health())
             if iter_num > 0:
                 if better:
                     save('ckpt.pt')
@@ -358,7 +367,7 @@ while True:
     for group in optimizer.param_groups:
         group['lr'] = lr
     torch.manual_seed(int(np.random.SeedSequence((seed, iter_num, rank)).generate_state(1)[0]))  # dropout's draws
-    mean_loss = torch.zeros((), device=device)  # over micro-steps and ranks
+    mean_loss = 0.0  # over micro-steps and ranks
     starts = train_windows(len(train_data), block_size, (micro_steps, world, batch_size), seed, iter_num)
     for micro_step in range(micro_steps):
         x, y = train_batch(train_data, starts[micro_step, rank], block_size, device)
@@ -397,4 +406,5 @@ if master:
     if wandb:
         wandb.finish()
 if ddp:
+    dist.barrier()  # the files of the run are complete when any of its processes ends
     dist.destroy_process_group()

@@ -156,3 +156,13 @@ def test_a_corrupt_meta_is_named(tmp_path, content):
     Path(tmp_path / 'meta.json').write_bytes(content)
     with pytest.raises(UserError, match=r'meta\.json: not readable .*; run: python .*prepare\.py'):
         read_meta(tmp_path)
+
+
+def test_the_command_that_prepares_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r'prepare\.py --source=FILE --out_dir=.*$'):
+        read_meta(tmp_path)
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine' / 'prepare.py').write_text('')
+    with pytest.raises(UserError, match='run: python mine.prepare.py$'):
+        read_meta('./mine')
