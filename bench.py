@@ -81,8 +81,8 @@ for i in trange(steps + 2, disable=None, unit='round'):
 
 base = next(iter(contestants))
 rng = np.random.default_rng(0)
-print(f'{n_layer} layers, {n_head} heads, {n_embd} wide, block {block_size}, batch {batch_size}, n_streams {n_streams}, '
-      f'{device}, float32, {torch.get_num_threads()} threads, {steps} steps each')
+print(f'{n_layer} layers, {n_head} heads, {n_embd} wide, block {block_size}, batch {batch_size}, n_streams {n_streams}'
+      f', {device}, float32, {torch.get_num_threads()} threads, {steps} steps each')
 print(f'{"mode":14} {"parameters":>12} {"ms/step":>9} {"ratio to " + base:>18}   95% interval')
 for name, (_, parameters) in contestants.items():
     ratio = np.array(seconds[name]) / np.array(seconds[base])

@@ -529,7 +529,7 @@ class GPT(nn.Module):
                  and c.n_inner in (None, 4 * c.n_embd) and c.scale_attn_weights
                  and not c.scale_attn_by_inverse_layer_idx)
         if not plain:
-            raise ValueError(f'{name} is no plain GPT-2: see activation_function, layer_norm_epsilon, n_inner in its config')
+            raise ValueError(f'{name} is no plain GPT-2: see activation_function, layer_norm_epsilon and n_inner')
         model = cls(GPTConfig(block_size=c.n_positions, vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
                               n_embd=c.n_embd, bias=True, gelu_tanh=c.activation_function != 'gelu', **override_args))
         theirs = hf.state_dict()

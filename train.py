@@ -9,9 +9,14 @@ The keys below are all there is to set; `python train.py --help` lists them. The
 OpenWebText. Every random draw is a pure function of (seed, step, rank): evaluating more often or restarting a run does
 not change it, and the data does not depend on the number of processes.
 """
+import os
+
+# Before torch is loaded: threads that wait shall sleep. Spinning ones make a tiny model several times slower as soon as
+# anything else runs on the machine.
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
+
 import json
 import math
-import os
 import sys
 import time
 
@@ -140,9 +145,9 @@ if init_from == 'scratch':
     vocab_size = vocab_size or (50304 if n_vocab == 50257 else n_vocab)
     model = build_model({**{key: config[key] for key in model_keys}, 'vocab_size': vocab_size})
 elif init_from == 'resume' or os.path.isfile(init_from):
-    if init_from == 'resume':  # a folder of nanoGPT has only ckpt.pt
-        last = os.path.join(out_dir, 'last.pt')
-        init_from = last if os.path.isfile(last) else os.path.join(out_dir, 'ckpt.pt')
+    if init_from == 'resume':  # the newer one: with always_save_checkpoint=False, last.pt may be that of an older run
+        names = [os.path.join(out_dir, name) for name in ('last.pt', 'ckpt.pt')]
+        init_from = max(filter(os.path.isfile, names), key=os.path.getmtime, default=names[1])
     checkpoint = load_checkpoint(init_from)
     model = model_from_checkpoint(checkpoint, init_from, **({'dropout': dropout} if 'dropout' in given else {}))
 elif init_from.startswith('gpt2') or os.path.isdir(init_from):
@@ -349,16 +354,15 @@ while True:
         watch.check()
         val_loss = evaluate()
         stop_unless_finite(val_loss, iter_num, 'validation loss')  # before anything is saved
-        better = val_loss < best_val_loss
-        best_val_loss = min(best_val_loss, val_loss)
+        better = val_loss < best_val_loss and iter_num > 0  # what has learned nothing is not worth a checkpoint
+        best_val_loss = val_loss if better else best_val_loss
         if master:
             say(f'step {iter_num}: validation loss {val_loss:.4f}')
-            log(val_loss=val_loss, best_val_loss=best_val_loss, **health())
-            if iter_num > 0:
-                if better:
-                    save('ckpt.pt')
-                if last or always_save_checkpoint:
-                    save('last.pt')
+            log(val_loss=val_loss, best_val_loss=min(best_val_loss, val_loss), **health())
+            if better:
+                save('ckpt.pt')
+            if last or always_save_checkpoint and iter_num > 0:
+                save('last.pt')
         clock, clock_steps = time.perf_counter(), 0  # evaluating and saving is not training time
     if last:
         break

@@ -128,18 +128,20 @@ def test_the_last_step_evaluates_and_saves(train, tmp_path, max_iters, eval_inte
 
 
 def test_best_and_last(train, data, tmp_path):
-    """A learning rate that grows without end: the validation loss falls, then rises."""
-    run = train(max_iters=12, eval_interval=1, learning_rate=40.0, warmup_iters=2000, grad_clip=0)
-    best = min(range(1, 13), key=lambda step: run.val_losses[step])
-    assert 1 < best < 12 and run.val_losses[12] > run.val_losses[best] + 0.05
+    """A run that gets better until step 6, and then, with an absurd learning rate, worse."""
+    train(eval_interval=2)
+    run = train(init_from='resume', max_iters=9, eval_interval=1, learning_rate=1.0, min_lr=1.0)
+    val_losses = {line['step']: line['val_loss'] for line in run.log if 'val_loss' in line}
+    assert list(val_losses) == [0, 2, 4, 6, 7, 8, 9]
+    assert min(val_losses, key=val_losses.get) == 6 and val_losses[9] > val_losses[6] + 0.3
     assert [line['best_val_loss'] for line in run.log if 'val_loss' in line] == [
-        min(run.val_losses[: step + 1]) for step in range(13)]
-    for name, step in ('ckpt.pt', best), ('last.pt', 12):
+        min(loss for other, loss in val_losses.items() if other <= step) for step in val_losses]
+    for name, step in ('ckpt.pt', 6), ('last.pt', 9):
         checkpoint = load(tmp_path / 'out' / name)
-        assert checkpoint['iter_num'] == step and checkpoint['best_val_loss'] == run.val_losses[best]
+        assert checkpoint['iter_num'] == step and checkpoint['best_val_loss'] == val_losses[6]
         model = GPT(GPTConfig(**checkpoint['model_args']))
         model.load_state_dict(checkpoint['model'])
-        assert val_loss(model, data) == pytest.approx(run.val_losses[step], abs=1e-5)
+        assert val_loss(model, data) == pytest.approx(val_losses[step], abs=1e-5)
 
 
 def test_always_save_checkpoint(train, tmp_path, monkeypatch):
