@@ -48,19 +48,26 @@ def build_model(model_args, what='the model'):
     """GPT from the fields of GPTConfig."""
     try:
         return GPT(GPTConfig(**model_args))
-    except (ValueError, TypeError) as e:
-        raise UserError(f'{what}: {e}') from None
+    except (ValueError, TypeError, RuntimeError) as e:  # RuntimeError: more memory than there is
+        raise UserError(f'{what}: {str(e).splitlines()[0][:300]}') from None
+
+
+def replace_file(path, write):
+    """write(aside) makes a file that then takes the place of `path`: a kill or an error leaves the one before whole."""
+    aside = f'{path}.tmp'
+    try:
+        write(aside)
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(aside)
+        raise
 
 
 def save_checkpoint(checkpoint, path):
-    """Written aside and renamed: a kill while saving leaves the previous file whole."""
-    aside = f'{path}.tmp'
     try:
-        torch.save(checkpoint, aside)
-        os.replace(aside, path)
+        replace_file(path, lambda aside: torch.save(checkpoint, aside))
     except (OSError, RuntimeError) as e:
-        with contextlib.suppress(OSError):
-            os.remove(aside)
         why = str(e).splitlines()[0]
         raise UserError(f'{path}: could not be written ({why}); what was there before is untouched') from None
 
@@ -86,10 +93,15 @@ def model_from_checkpoint(checkpoint, path, **overrides):
     """The GPT of a loaded checkpoint; overrides (such as dropout) change fields that its weights do not depend on."""
     unknown = set(checkpoint['model_args']) - set(GPTConfig.__dataclass_fields__)
     if unknown:
-        raise UserError(f'{path}: a foreign checkpoint: model_args has {", ".join(sorted(unknown))}, unknown here')
+        names = ', '.join(sorted(map(str, unknown)))
+        raise UserError(f'{path}: a foreign checkpoint: model_args has {names}, unknown here')
+    state = checkpoint['model']
+    embedding, head = state.get('transformer.wte.weight'), state.get('lm_head.weight')
+    if embedding is not None and head is not None and not torch.equal(embedding, head):
+        raise UserError(f'{path}: a foreign checkpoint: its head and token embedding differ, here they are one matrix')
     model = build_model({**checkpoint['model_args'], **overrides}, path)
     try:
-        model.load_state_dict(checkpoint['model'])
+        model.load_state_dict(state)
     except RuntimeError as e:
         raise UserError(f'{path}: the weights do not fit its model_args ({str(e).splitlines()[1].strip()})') from None
     return model

@@ -88,7 +88,7 @@ class Key:
         if self.kind in (int, float):
             fits = (isinstance(value, (int, float)) and not isinstance(value, bool)
                     and (abs(value) <= sys.float_info.max or abs(value) == math.inf and self.kind is float)  # not nan
-                    and (self.kind is float or value == int(value))
+                    and (self.kind is float or value == int(value) and abs(value) < 2**63)
                     and (value > 0 if self.positive else value >= 0 or self.default < 0))
         else:
             fits = isinstance(value, self.kind)
@@ -185,7 +185,7 @@ def configure(namespace, choices={}, positive=(), renamed={}, argv=None):
         namespace: globals() of the script; the values are written back into it
         choices:   key -> the values it may take; a key may have the default None only if it stands here
         positive:  keys that must be > 0; other numbers must be >= 0 unless their default is negative
-        renamed:   a name that users may know from elsewhere -> the key that does its job here
+        renamed:   a name that users may know from elsewhere -> what to do instead, a clause
         argv:      words of the command line: config files, applied in order, then every --key=value, which win
     Returns (config, given): key -> value in the order of the script, and the set of keys that a file or the line set.
     Raises UserError; also makes every UserError of the script end it with one line on stderr and exit code 1.
@@ -195,6 +195,8 @@ def configure(namespace, choices={}, positive=(), renamed={}, argv=None):
     def hook(kind, error, trace):
         if isinstance(error, UserError):
             print(f'error: {error}', file=sys.stderr)
+        elif isinstance(error, BrokenPipeError):  # `train.py --help | head`: nobody reads on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         else:
             previous_hook(kind, error, trace)
     sys.excepthook = hook
@@ -210,7 +212,7 @@ def configure(namespace, choices={}, positive=(), renamed={}, argv=None):
         if name in keys:
             return keys[name]
         if name in renamed:
-            raise UserError(f'{where}: {name} is called {renamed[name]} here')
+            raise UserError(f'{where}: there is no key {name}, {renamed[name]}')
         raise UserError(f'{where}: there is no key {name}{did_you_mean(name, keys) or "; --help lists the keys"}')
 
     folder = os.path.dirname(script)

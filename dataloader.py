@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from configurator import UserError
+from data.tokenizer import TOKENIZERS
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 # what a folder without meta.json holds: nanoGPT's openwebtext has none
@@ -20,6 +21,7 @@ GPT2 = {'tokenizer': {'name': 'gpt2', 'n_vocab': 50257, 'eot': 50256}, 'vocab_si
 
 def find_dataset(dataset):
     """The folder of a data set: a name is a folder of data/, anything with a slash is a path."""
+    dataset = os.path.expanduser(dataset)
     return dataset if os.sep in dataset or dataset in ('.', '..') else os.path.join(ROOT, 'data', dataset)
 
 
@@ -46,8 +48,10 @@ def read_meta(folder):
     try:
         with open(path, encoding='utf-8') as f:
             meta = json.load(f)
-        if not isinstance(meta['vocab_size'], int) or not isinstance(meta['tokenizer'], dict):
-            raise ValueError('vocab_size or tokenizer is of the wrong type')
+        if type(meta['vocab_size']) is not int or meta['tokenizer']['name'] not in TOKENIZERS:
+            raise ValueError('vocab_size is no integer, or the tokenizer is unknown')
+        if meta.get('dtype', 'uint16') != 'uint16':
+            raise ValueError(f'tokens of type {meta["dtype"]}, not uint16')
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f'{path}: not readable as the description of a data set ({e!r}); {how}') from None
     return meta
@@ -64,7 +68,10 @@ def open_split(folder, split, block_size, vocab_size):
         raise UserError(f'{path}: empty; {how}')
     if size % 2:
         raise UserError(f'{path}: {size:,} bytes are no whole number of 2-byte tokens, the file is cut off; {how}')
-    data = np.memmap(path, dtype='<u2', mode='r')
+    try:
+        data = np.memmap(path, dtype='<u2', mode='r')
+    except OSError as e:
+        raise UserError(f'{path}: cannot be read ({e.strerror})') from None
     if len(data) < block_size + 1:
         raise UserError(f'{path}: {len(data):,} tokens are too few for block_size = {block_size}: '
                         f'at least {block_size + 1:,} are needed, take a smaller block_size or more text')

@@ -136,6 +136,14 @@ def _full_precision(x):
     return torch.autocast(x.device.type, enabled=False)
 
 
+def _at_least_float32(*tensors):
+    """The type that a mapping computes in: that of its widest tensor, and never a half one."""
+    dtype = torch.float32
+    for t in tensors:
+        dtype = torch.promote_types(dtype, t.dtype)
+    return dtype
+
+
 class _Project(torch.autograd.Function):
     """x (..., d), w (K, d) -> x w^T / rms(x) (..., K) and 1 / rms(x) (..., 1): the normalised x is never written."""
 
@@ -245,11 +253,12 @@ class Mapping(nn.Module):
     def logits(self, X):
         """a x'W + b, (B, T, K) or (1, 1, K) where static, and the gates."""
         if self.static:
-            return self.bias[None, None], (1.0,) * self.n_gates
-        x = X.flatten(2).to(torch.promote_types(X.dtype, self.weight.dtype))     # (B, T, n*C)
-        raw, _ = _Project.apply(x, self.weight * self.gain, self.eps)             # x'W, (B, T, K)
-        a = torch.cat([s.expand(k) for s, k in zip(self.scale, self.groups)])     # (K,)
-        return torch.addcmul(self.bias, raw, a), self.scale[len(self.groups) :].unbind()
+            return self.bias[None, None].to(_at_least_float32(self.bias)), (1.0,) * self.n_gates
+        dtype = _at_least_float32(X, self.weight)
+        bias, weight, gain, scale = (p.to(dtype) for p in (self.bias, self.weight, self.gain, self.scale))
+        raw, _ = _Project.apply(X.flatten(2).to(dtype), weight * gain, self.eps)  # x'W, (B, T, K)
+        a = torch.cat([s.expand(k) for s, k in zip(scale, self.groups)])          # (K,)
+        return torch.addcmul(bias, raw, a), scale[len(self.groups) :].unbind()
 
     def forward(self, X):
         with _full_precision(X):
@@ -384,14 +393,15 @@ class HC(nn.Module):
     def forward(self, X):
         n = self.n
         with _full_precision(X):
-            A_r, A_m, B = self.bias.split((n * n, n, n))
+            dtype = _at_least_float32(X, self.bias)
+            A_r, A_m, B = self.bias.to(dtype).split((n * n, n, n))
             table = torch.cat((A_r.view(n, n), A_m[:, None], B[:, None]), -1)     # (n, n+2), row = stream
             if self.static:
                 table = table.expand(*X.shape[:2], -1, -1)
             else:
-                x = X.to(torch.promote_types(X.dtype, self.weight.dtype))
-                raw, _ = _Project.apply(x, self.weight, self.eps)             # xb (W_r | W_m | W_b), (B, T, n, n+2)
-                s_a, s_b = self.scale.unbind()
+                # xb (W_r | W_m | W_b), (B, T, n, n+2)
+                raw, _ = _Project.apply(X.to(dtype), self.weight.to(dtype), self.eps)
+                s_a, s_b = self.scale.to(dtype).unbind()
                 s = torch.cat((s_a.expand(n + 1), s_b.expand(1)))
                 table = torch.addcmul(table, s, raw.tanh())
             A_r, A_m, B = table.split((n, 1, 1), -1)

@@ -12,7 +12,7 @@ Dimensions: B batch, T time, C = n_embd channels, H heads, n streams, l = 0 .. L
 """
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import hyperconn
-from spheretnorm import DECAYS, MAX_ANGLE, Bounded, ScaleNorm, retract
+from spheretnorm import DECAYS, MAX_ANGLE, P_MIN, Bounded, ScaleNorm, retract
 
 # -----------------------------------------------------------------------------
 # norms: a class takes the config
@@ -264,8 +264,8 @@ class GPTConfig:
     def __post_init__(self):
         """Raises ValueError, in one line, for a model that cannot be."""
         for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_streams'):
-            if getattr(self, key) < 1:
-                raise ValueError(f'{key} = {getattr(self, key)}: must be at least 1')
+            if not isinstance(getattr(self, key), int) or getattr(self, key) < 1:
+                raise ValueError(f'{key} = {getattr(self, key)!r}: must be an integer, at least 1')
         for key, choices in CHOICES.items():
             value = getattr(self, key)
             if value not in choices and not (value is None and GPTConfig.__dataclass_fields__[key].default is None):
@@ -274,8 +274,8 @@ class GPTConfig:
             raise ValueError(f'n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout = {self.dropout}: must be in [0, 1)')
-        if not self.p > 0:
-            raise ValueError(f'p = {self.p}: the order of a retraction is a positive number or inf')
+        if not self.p >= P_MIN:
+            raise ValueError(f'p = {self.p}: the order of a retraction is a number from {P_MIN} on, or inf')
 
 
 class ConfigView:
@@ -372,8 +372,8 @@ class GPT(nn.Module):
     def __init__(self, config):
         """config: GPTConfig. Weights come from torch's global seed; what two modes share starts equal."""
         super().__init__()
-        self.config = config
-        seed = torch.randint(2**31, ()).item()  # before any module is built: torch's constructors draw too
+        self.config = replace(config)  # a copy: crop_block_size changes it
+        seed = torch.randint(2**31, (), device='cpu').item()  # before any module is built: their constructors draw too
         row = RESIDUALS[config.residual]
         c = ConfigView(config, norm=config.norm or row.norm, place=config.place or row.place)
         connection, options = row.connection, row.options
@@ -398,17 +398,20 @@ class GPT(nn.Module):
     def init_weights(self, seed):
         """
         Each weight draws from a generator of its own, seeded by its name: whatever else a mode has, the parts that
-        two modes share start equal. Raises on a parameter that nothing has initialised.
+        two modes share start equal. Raises on a parameter that nothing has initialised. On torch's meta device there is
+        nothing to do.
         """
+        if self.lm_head.weight.is_meta:
+            return
         for p in self.parameters():
             p.fill_(math.nan)
-        generator = torch.Generator()
+        generator = torch.Generator('cpu')  # the same weights whatever device they are for
         for name, module in reversed(list(self.named_modules())):  # parents last: what they set on a child stays
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 generator.manual_seed(seed + zlib.crc32(name.encode()))
                 # GPT-2: the projections back into the stream are smaller, by the root of their number
                 std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith('c_proj') else 0.02
-                nn.init.normal_(module.weight, std=std, generator=generator)
+                module.weight.copy_(std * torch.randn(module.weight.shape, generator=generator, device='cpu'))
                 if getattr(module, 'bias', None) is not None:
                     nn.init.zeros_(module.bias)
             elif hasattr(module, 'reset_parameters'):
@@ -464,7 +467,7 @@ class GPT(nn.Module):
         no_decay = [p for p in params.values() if p.dim() < 2]
         groups = [{'params': decay, 'weight_decay': weight_decay}, {'params': no_decay, 'weight_decay': 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=device_type in ('cuda', 'cpu'))
-        bounded = [m for m in self.modules() if isinstance(m, Bounded)]
+        bounded = [m for m in self.modules() if isinstance(m, Bounded) and m.raw.requires_grad]
         optimizer.register_step_post_hook(lambda *_: [m.project_() for m in bounded])
         return optimizer
 
@@ -485,10 +488,11 @@ class GPT(nn.Module):
 
     def crop_block_size(self, block_size):
         """Shortens the context of a trained model in place."""
-        if block_size > self.config.block_size:
-            raise ValueError(f'block_size = {block_size}: the model has only {self.config.block_size} positions')
+        if not 1 <= block_size <= self.config.block_size:
+            raise ValueError(f'block_size = {block_size}: the model has positions for 1 to {self.config.block_size}')
         self.config.block_size = block_size
-        self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size])
+        wpe = self.transformer.wpe
+        wpe.weight = nn.Parameter(wpe.weight[:block_size], requires_grad=wpe.weight.requires_grad)
 
     # -------------------------------------------------------------------------
     # using
@@ -499,6 +503,8 @@ class GPT(nn.Module):
         Continues idx (B, T), one token at a time. temperature 0 takes the likeliest; top_k None or 0 draws from all.
         n_vocab: ids from there on are padding of the vocabulary and never come out.
         """
+        if not temperature >= 0 or (top_k or 0) < 0:
+            raise ValueError(f'temperature = {temperature}, top_k = {top_k}: neither can be negative')
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -self.config.block_size :])
             logits = logits[:, -1, :n_vocab].float()  # (B, V)
@@ -508,7 +514,8 @@ class GPT(nn.Module):
                 if top_k:
                     kth = logits.topk(min(top_k, logits.shape[-1])).values[:, [-1]]
                     logits = logits.masked_fill(logits < kth, -math.inf)
-                idx_next = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)
+                logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # 0 at most: a tiny one cannot overflow
+                idx_next = torch.multinomial(logits.softmax(-1), num_samples=1)
             idx = torch.cat((idx, idx_next), 1)
         return idx
 
@@ -527,9 +534,9 @@ class GPT(nn.Module):
         c = hf.config
         plain = (c.activation_function in ('gelu_new', 'gelu_pytorch_tanh', 'gelu') and c.layer_norm_epsilon == 1e-5
                  and c.n_inner in (None, 4 * c.n_embd) and c.scale_attn_weights
-                 and not c.scale_attn_by_inverse_layer_idx)
+                 and not c.scale_attn_by_inverse_layer_idx and c.tie_word_embeddings)
         if not plain:
-            raise ValueError(f'{name} is no plain GPT-2: see activation_function, layer_norm_epsilon and n_inner')
+            raise ValueError(f'{name} is no plain GPT-2: see tie_word_embeddings, activation_function, n_inner')
         model = cls(GPTConfig(block_size=c.n_positions, vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
                               n_embd=c.n_embd, bias=True, gelu_tanh=c.activation_function != 'gelu', **override_args))
         theirs = hf.state_dict()

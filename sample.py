@@ -29,6 +29,7 @@ compile = False        # torch.compile the model
 # -----------------------------------------------------------------------------
 configure(globals(), choices={'dtype': ('auto', *DTYPES)}, positive=('num_samples', 'max_new_tokens'))
 
+out_dir, init_from = os.path.expanduser(out_dir), os.path.expanduser(init_from)
 device, dtype = pick_device(device, dtype)
 path = os.path.join(out_dir, 'ckpt.pt') if init_from == 'resume' else init_from
 if init_from != 'resume' and not os.path.isfile(path) and (path.startswith('gpt2') or os.path.isdir(path)):
@@ -47,7 +48,7 @@ if tokenizer.n_vocab > model.config.vocab_size:
 
 if start.startswith('FILE:'):
     try:
-        with open(start[5:], encoding='utf-8') as f:
+        with open(os.path.expanduser(start[5:]), encoding='utf-8-sig') as f:
             start = f.read()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f'start={start}: cannot be read as UTF-8 text ({e})') from None

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 MAX_ANGLE = math.pi / 4  # the cap on theta that the modes use where p > 1
 R2_MIN = 1e-12           # r^2 is clamped here, so that a zero stream divides by something
+P_MIN = 1e-6             # the smallest order: p -> 0 is the identity, and 1/p^6 must stay a float32
 
 # lambda_l, the decay of the step size with depth; l = 1 .. L counts sub-layers, L = 2 * n_layer
 DECAYS = {
@@ -88,9 +89,9 @@ def _rotation(x, p, max_angle):
         sinc = torch.where(small, 1 + t * (s1 + t * (s2 + t * s3)), sin / beta)
         cos = torch.where(small, 1 + t * (-0.5 + t * (c2 + t * c3)), cos)
         x = torch.where(small, t, x)
-    if p > 1 and max_angle is not None:
+    if p > 1 and max_angle is not None and max_angle < p * math.pi / 2:  # theta stays below p pi/2 by itself
         beta_max = max_angle if math.isinf(p) else p * math.tan(max_angle / p)
-        capped = x >= beta_max**2
+        capped = x > beta_max**2
         x = torch.where(capped, x, 1)
         sinc = torch.where(capped, math.sin(max_angle) * torch.rsqrt(x), sinc)
         curve = torch.where(capped, -math.sin(max_angle) * torch.rsqrt(x) / x, curve)
@@ -156,13 +157,20 @@ def retract(h, f, alpha, p=1.0, max_angle=None):
     Move h along its sphere by the tangent part of the branch output f.
 
     h: (..., d) stream; its norm along the last axis is kept. f: (..., d) branch output, any float type.
-    alpha: step size, a number or a tensor that broadcasts to (..., 1). p: order of the retraction, in (0, inf].
+    alpha: step size, a number or a tensor that broadcasts to (..., 1). p: order of the retraction, in [P_MIN, inf].
     max_angle: cap on the angle in radians, None for no cap; without effect for p <= 1, whose angle stays below pi/2.
-    Returns h' (..., d) in h's type; the arithmetic is at least float32. Differentiable in h, f and alpha.
+    Returns h' (..., d) in h's type; the arithmetic is at least float32. Differentiable in h, f and alpha (inside the
+    clamp |h| < 1e-6, which no stream of a model reaches, the gradient takes |h| as it is). Raises ValueError.
     Source: [SR] Eq. 6 (p = 1), Eq. 7-8 (p = 2) and their common form in p; the gradients are ours.
     """
-    if not p > 0:
-        raise ValueError(f'p = {p}: the order of a retraction is a positive number or inf')
+    if not p >= P_MIN:
+        raise ValueError(f'p = {p}: the order of a retraction is a number from {P_MIN} on, or inf')
+    if max_angle is not None and not max_angle >= 0:
+        raise ValueError(f'max_angle = {max_angle}: must be a number >= 0, or None for no cap')
+    if f.shape != h.shape:
+        raise ValueError(f'the branch output has shape {tuple(f.shape)}, the stream {tuple(h.shape)}')
+    if torch.is_tensor(alpha) and torch.broadcast_shapes(alpha.shape, (*h.shape[:-1], 1)) != (*h.shape[:-1], 1):
+        raise ValueError(f'alpha has shape {tuple(alpha.shape)}, which does not broadcast to {(*h.shape[:-1], 1)}')
     # as_tensor leaves a number on the CPU: zero-dimensional tensors mix with any device, without a copy
     return _Retract.apply(h, f, torch.as_tensor(alpha, dtype=None if torch.is_tensor(alpha) else torch.float64),
                           float(p), max_angle)

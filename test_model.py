@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import hyperconn
 import model as M
 from model import GPT, RESIDUALS, Connection, GPTConfig, Residual
 
@@ -1020,3 +1021,72 @@ def test_train_keys_stay_few():
     else:
         pytest.fail('train.py never calls configure()')
     assert {'residual', 'learning_rate', 'n_layer'} <= keys and len(keys) <= 70
+
+
+# -----------------------------------------------------------------------------
+# faults that were found from outside
+
+
+@pytest.mark.parametrize('mode', RESIDUALS)
+def test_meta_device_builds_without_values(mode):
+    with torch.device('meta'):
+        model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=16, residual=mode))
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_cropping_one_model_leaves_the_other():
+    config = GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=16)
+    one, other = GPT(config), GPT(config)
+    one.transformer.wpe.weight.requires_grad_(False)
+    one.crop_block_size(4)
+    assert (one.config.block_size, other.config.block_size, config.block_size) == (4, 8, 8)
+    assert not one.transformer.wpe.weight.requires_grad
+    for size in (0, -1, 5):
+        with pytest.raises(ValueError, match='block_size'):
+            one.crop_block_size(size)
+
+
+def test_frozen_scalars_of_a_sphere_stay():
+    model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=16, residual='proj_spheret'))
+    raw = model.transformer.h[0].res_1.step.raw
+    raw.requires_grad_(False).fill_(5.0)
+    optimizer = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95), 'cpu')
+    x = torch.zeros(1, 8, dtype=torch.long)
+    model(x, x)[1].backward()
+    optimizer.step()
+    assert raw.item() == 5.0
+
+
+def test_generate_refuses_what_has_no_meaning():
+    model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=16)).eval()
+    x = torch.zeros(1, 1, dtype=torch.long)
+    for keys in (dict(temperature=-1), dict(top_k=-1), dict(temperature=math.nan)):
+        with pytest.raises(ValueError, match='temperature|top_k'):
+            model.generate(x, 1, **keys)
+    assert torch.equal(model.generate(x, 5, temperature=1e-45), model.generate(x, 5, temperature=0))
+
+
+def test_an_untied_gpt2_is_refused(tmp_path):
+    transformers = pytest.importorskip('transformers')
+    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=16, n_layer=1, n_head=2,
+                                     tie_word_embeddings=False)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='tie_word_embeddings'):
+        GPT.from_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('kind', hyperconn.KINDS)
+def test_mapping_of_a_half_model_is_float32(kind, dtype):
+    torch.manual_seed(0)
+    mapping = hyperconn.KINDS[kind](4, 64, 1)
+    mapping.reset_parameters()
+    with torch.no_grad():
+        mapping.weight.normal_(std=0.3)
+        mapping.scale.fill_(0.5)
+    mapping.to(dtype)
+    x = (20 * torch.randn(1, 3, 4, 64)).to(dtype)  # |vec x|^2 is past the largest float16
+    half, full = mapping(x), mapping.float()(x.float())
+    for a, b in zip(half, full):
+        if a is not None:
+            assert a.dtype == torch.float32 and torch.allclose(a, b, atol=1e-5)

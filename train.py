@@ -19,6 +19,7 @@ import json
 import math
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from checkpoint import (
     model_from_checkpoint,
     pick_device,
     pretrained,
+    replace_file,
     save_checkpoint,
 )
 from configurator import UserError, configure, require
@@ -105,7 +107,9 @@ config, given = configure(
     choices={**CHOICES, 'dtype': ('auto', *DTYPES), 'backend': ('auto', 'nccl', 'gloo')},
     positive=('eval_interval', 'log_interval', 'gradient_accumulation_steps', 'batch_size', 'block_size', 'n_layer',
               'n_head', 'n_embd', 'n_streams', 'p', 'learning_rate', 'max_iters', 'lr_decay_iters'),
-    renamed={'eval_iters': 'eval_tokens (the evaluation is always over the same windows, counted in tokens)'})
+    renamed={'eval_iters': 'set eval_tokens: it counts tokens, eval_iters x batch_size x block_size'})
+
+out_dir, init_from = os.path.expanduser(out_dir), os.path.expanduser(init_from)
 
 # -----------------------------------------------------------------------------
 # processes and devices
@@ -189,6 +193,7 @@ if resuming:
     except (KeyError, ValueError, TypeError, AttributeError) as e:
         raise UserError(f'{init_from} cannot be resumed, its training state is missing or foreign ({e}): '
                         f'start from its weights with --init_from={init_from}') from None
+    say(f'resumed {init_from} at step {iter_num}')
 checkpoint = None  # frees the memory
 
 say(f'residual = {model.config.residual}: {model.get_num_params():,} parameters, '
@@ -318,7 +323,10 @@ def draw_losses():
              title=f'{raw_model.config.residual} on {os.path.basename(data_dir)}: validation loss {val_loss:.4f}')
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(os.path.join(out_dir, 'loss.png'), dpi=150)
+    try:
+        figure.savefig(os.path.join(out_dir, 'loss.png'), dpi=150)
+    except OSError as e:
+        say(f'note: loss.png could not be written ({e})')  # the run is done, and saved
 
 
 if eval_only:
@@ -337,11 +345,11 @@ if master:
             with open(path, encoding='utf-8') as f:
                 lines = [(json.loads(line), line) for line in f if line.endswith('\n')]  # a kill may have cut the last
             kept = [line for fields, line in lines if fields['step'] <= iter_num - ('val_loss' in fields)]
-        metrics = open(path, 'w', encoding='utf-8')
+        replace_file(path, lambda aside: Path(aside).write_text(''.join(kept), encoding='utf-8'))
+        metrics = open(path, 'a', encoding='utf-8')
     except (OSError, ValueError) as e:
         raise UserError(f'out_dir = {out_dir}: {path} cannot be written or continued ({e}); '
                         'take another --out_dir') from None
-    metrics.writelines(kept)
     if wandb:
         wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config)
 

@@ -38,7 +38,7 @@ a = b = 1
 # -----------------------------------------------------------------------------
 config, given = configure(globals(), choices=dict(norm=['layernorm', 'rmsnorm'], place=['in', 'None'],
                                                   residual={'pre_ln': 0, 'post_ln': 0, 'keel': 0}),
-                          positive=['n_layer'], renamed={'eval_iters': 'tokens', 'n_layers': 'n_layer'})
+                          positive=['n_layer'], renamed={'eval_iters': 'set tokens', 'n_layers': 'set n_layer'})
 below = 3              # below the call: no key
 """
 DEFAULTS = dict(out_dir='out', eval_interval=250, norm=None, place=None, compile=False, residual='pre_ln', n_layer=12,
@@ -157,7 +157,7 @@ RESIDUAL = 'residual must be one of pre_ln, post_ln, keel'
     ('--N-Layer=6', '--N-Layer=6: there is no key N-Layer; did you mean n_layer?'),
     ('--zzz=6', '--zzz=6: there is no key zzz; --help lists the keys'),
     ('--zzz', '--zzz: there is no key zzz; --help lists the keys'),
-    ('--eval_iters=6', '--eval_iters=6: eval_iters is called tokens here'),  # difflib says eval_interval
+    ('--eval_iters=6', '--eval_iters=6: there is no key eval_iters, set tokens'),  # difflib says eval_interval
     ('--_private=6', '--_private=6: there is no key _private; --help lists the keys'),
     ('--betas=6', '--betas=6: there is no key betas; --help lists the keys'),
     ('--root=6', '--root=6: there is no key root; --help lists the keys'),
@@ -197,7 +197,7 @@ def test_wrong_word(run, words, message):
     ('n_layr = 6', ': n_layr = 6: there is no key n_layr; did you mean n_layer?'),
     ("zzz = 'a'", ": zzz = 'a': there is no key zzz; --help lists the keys"),
     ('zzz = None', ': zzz = None: there is no key zzz; --help lists the keys'),
-    ('n_layers = 6', ': n_layers = 6: n_layers is called n_layer here'),
+    ('n_layers = 6', ': n_layers = 6: there is no key n_layers, set n_layer'),
     ("n_layer = '6'", ": n_layer = '6': n_layer must be an integer > 0"),
     ('n_layer = True', ': n_layer = True: n_layer must be an integer > 0'),
     ('n_layer = None', ': n_layer = None: n_layer must be an integer > 0'),

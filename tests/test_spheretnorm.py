@@ -667,3 +667,29 @@ def test_dense_sweep_of_beta(p):
         for g in (u, e):
             check(e.expand(len(beta), 6).to(dtype), (beta * u).to(dtype), alpha.to(dtype), p, None, EPS[dtype],
                   g=g.expand(len(beta), 6).to(dtype))
+
+
+# -----------------------------------------------------------------------------
+# wrong or extreme arguments
+
+
+@pytest.mark.parametrize('p, max_angle', [(2.0, 4.0), (1.2, 2.0), (2.0, math.pi), (8.0, 20.0)])
+def test_a_cap_that_p_cannot_reach_is_none(p, max_angle):
+    torch.manual_seed(0)
+    h, f = torch.randn(2, 5, 6, dtype=torch.float64)
+    capped = retract(h, 100 * f, 0.3, p, max_angle)
+    assert torch.allclose(capped, retract_reference(h, 100 * f, 0.3, p, max_angle), atol=1e-12)
+
+
+def test_a_cap_of_zero_keeps_the_stream():
+    h = torch.randn(3, 4)
+    assert torch.equal(retract(h, 0 * h, 0.3, 2.0, 0.0), h)
+    assert torch.allclose(retract(h, torch.randn(3, 4), 0.3, 2.0, 0.0), h)
+
+
+@pytest.mark.parametrize('keys', [
+    dict(alpha=torch.ones(4)), dict(alpha=torch.ones(5, 1, 1)), dict(f=torch.ones(3, 1)), dict(f=torch.ones(4)),
+    dict(p=0.0), dict(p=-1.0), dict(p=1e-7), dict(p=math.nan), dict(max_angle=-1.0), dict(max_angle=math.nan)], ids=str)
+def test_wrong_arguments_are_refused(keys):
+    with pytest.raises(ValueError):
+        retract(**{'h': torch.ones(3, 4), 'f': torch.ones(3, 4), 'alpha': 0.5, 'p': 2.0, **keys})
