@@ -100,8 +100,10 @@ def _rotation(x, p, max_angle):
     return cos, sinc, slope, curve
 
 
-def _dot(a, b):
-    return (a * b).sum(-1, keepdim=True)
+def _reuse(buffer):
+    """For `out=`: a buffer that has done its work, unless autograd watches (create_graph), which needs fresh tensors.
+    On a CPU the page faults of a fresh tensor cost more than the arithmetic that fills it."""
+    return None if torch.is_grad_enabled() else buffer
 
 
 def _square(a):  # one pass, where (a * a).sum() writes the product first
@@ -118,10 +120,12 @@ class _Retract(torch.autograd.Function):
     def _frame(h, f, alpha):
         dtype = torch.promote_types(h.dtype, torch.float32)
         h, f, alpha = h.to(dtype), f.to(dtype), alpha.to(dtype)
-        hh = _square(h).clamp_min(R2_MIN)     # r^2
-        c = _dot(h, f) / hh
-        z = torch.addcmul(f, c, h, value=-1)  # the tangent part; z.z from z itself: f.f - (h.f)^2/r^2 cancels
-        zz = _square(z)                       # s^2
+        hh = _square(h).clamp_min(R2_MIN)  # r^2
+        hf = h * f
+        c = hf.sum(-1, keepdim=True) / hh
+        # the tangent part, and s^2 = z.z from z itself: f.f - (h.f)^2/r^2 cancels
+        z = torch.addcmul(f, c, h, value=-1, out=_reuse(hf))
+        zz = _square(z)
         return h, alpha, hh, c, z, zz, alpha * alpha * zz / hh
 
     @staticmethod
@@ -130,7 +134,7 @@ class _Retract(torch.autograd.Function):
         ctx.p, ctx.max_angle = p, max_angle
         x, alpha, _, _, z, _, beta2 = _Retract._frame(h, f, alpha)
         cos, sinc, _, _ = _rotation(beta2, p, max_angle)
-        return (cos * x).addcmul_(alpha * sinc, z).to(h.dtype)  # r sin(theta) / s = alpha sin(theta) / beta
+        return z.mul_(alpha * sinc).addcmul_(cos, x).to(h.dtype)  # r sin(theta) / s = alpha sin(theta) / beta
 
     @staticmethod
     def backward(ctx, g):
@@ -139,12 +143,15 @@ class _Retract(torch.autograd.Function):
         x, al, hh, c, z, zz, beta2 = _Retract._frame(h, f, alpha)
         cos, sinc, slope, curve = _rotation(beta2, ctx.p, ctx.max_angle)
         g = g.to(x.dtype)
-        gh, gz = _dot(g, x), _dot(g, z)
+        product = g * x
+        gh = product.sum(-1, keepdim=True)
+        product = torch.mul(g, z, out=_reuse(product))
+        gz = product.sum(-1, keepdim=True)
         b = al * sinc
         m = al * curve * gz - slope * sinc * gh  # (dL / d beta) / beta
         u, w = m * al * al / hh, b * gh / hh
-        df = torch.addcmul(b * g, u, z).addcmul_(w, x, value=-1)
-        dh = torch.addcmul((cos - b * c) * g, w + u * c, z, value=-1).addcmul_(w * c - m * beta2 / hh, x)
+        df = torch.mul(b, g, out=_reuse(product)).addcmul_(u, z).addcmul_(w, x, value=-1)
+        dh = torch.mul(-w - u * c, z, out=_reuse(z)).addcmul_(cos - b * c, g).addcmul_(w * c - m * beta2 / hh, x)
         dalpha = None
         if ctx.needs_input_grad[2]:
             # exactly 0 where capped, for slope is
