@@ -1,17 +1,25 @@
 """
-Models on disk and on devices: what train.py and sample.py share. Every error is a UserError that names the file.
+The files of a run and the devices that it runs on: what train.py and sample.py share. Every error is a UserError that
+names the file.
 
 A checkpoint is nanoGPT's dict (model, optimizer, model_args, iter_num, best_val_loss, config) and the tokenizer's
 identity. It holds only tensors and plain types, so torch.load(weights_only=True) opens it: reading one runs no code.
 """
 import contextlib
+import glob
+import json
+import math
 import os
 import re
+import resource
+import shutil
+import sys
+from pathlib import Path
 
 import torch
 
 from configurator import UserError, require
-from data.common import replace_file
+from data.common import lock, replace_file
 from model import GPT, GPTConfig
 
 DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -39,6 +47,30 @@ def pick_device(device, dtype):
     return device, dtype
 
 
+# dense bf16 peaks of the data sheets, FLOPs a second; the first name that the name of the chip contains
+PEAKS = {
+    'B200': 2250e12, 'GB200': 2250e12, 'B300': 2250e12, 'GH200': 989e12, 'H200': 989e12, 'H100 PCIe': 756e12,
+    'H100 NVL': 835e12, 'H100': 989e12, 'H800': 989e12, 'H20': 148e12, 'A100': 312e12, 'A800': 312e12, 'A40': 150e12,
+    'A30': 165e12, 'A10G': 70e12, 'A10': 125e12, 'L40S': 362e12, 'L40': 181e12, 'L4': 121e12, 'RTX A6000': 155e12,
+    'RTX 6000 Ada': 364e12, '5090': 210e12, '4090': 165e12, '3090': 71e12, 'MI355X': 2516e12, 'MI325X': 1307e12,
+    'MI300X': 1307e12, 'MI250X': 383e12,
+}
+
+
+def peak_flops(device):
+    """The dense bf16 peak of a device in FLOPs a second; None for one that PEAKS does not have."""
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else ''
+    return next((peak for chip, peak in PEAKS.items() if re.search(rf'\b{chip}\b', name)), None)
+
+
+def peak_memory(device):
+    """The most memory in MiB that this process has had: on a CUDA device, else resident in the machine's."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 1 if sys.platform == 'darwin' else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
 def autocast(device, dtype):
     """The mixed precision context of a dtype; float32 and float64 have none."""
     half = dtype in ('bfloat16', 'float16')
@@ -59,6 +91,30 @@ def save_checkpoint(checkpoint, path):
     except (OSError, RuntimeError) as e:
         why = str(e).splitlines()[0]
         raise UserError(f'{path}: could not be written ({why}); what was there before is untouched') from None
+
+
+def latest_checkpoint(out_dir):
+    """The newest checkpoint of a run, None if it has none. It need not be last.pt: with always_save_checkpoint=False
+    that may be of an older run."""
+    paths = [os.path.join(out_dir, name) for name in ('last.pt', 'ckpt.pt')]
+    paths += sorted(glob.glob(os.path.join(glob.escape(out_dir), 'step_*.pt')), reverse=True)
+    return max(filter(os.path.isfile, paths), key=os.path.getmtime, default=None)  # the first of equals: they are one
+
+
+def keep_copies(path, step, n):
+    """A second name for the checkpoint `path` of a step, step_00001000.pt; the n newest such files stay."""
+    out_dir, copy = os.path.dirname(path), os.path.join(os.path.dirname(path), f'step_{step:08}.pt')
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(copy)
+        try:
+            os.link(path, copy)
+        except OSError:  # a file system without links
+            replace_file(copy, lambda aside: shutil.copyfile(path, aside))
+        for old in sorted(glob.glob(os.path.join(glob.escape(out_dir), 'step_*.pt')))[:-n]:
+            os.remove(old)
+    except OSError as e:
+        raise UserError(f'{copy}: could not be written ({e.strerror}); {path} is complete') from None
 
 
 def load_checkpoint(path):
@@ -96,6 +152,27 @@ def model_from_checkpoint(checkpoint, path, **overrides):
     return model
 
 
+def restore(checkpoint, path, optimizer, loader, scaler):
+    """Puts the training state of a loaded checkpoint into its three owners; returns its step and best loss. One with
+    weights only leaves the optimizer as it is."""
+    settings = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
+    try:
+        if 'optimizer' not in checkpoint:
+            checkpoint = {'iter_num': 0, 'best_val_loss': math.inf, **checkpoint}
+        step, best_val_loss = checkpoint['iter_num'], float(checkpoint['best_val_loss'])
+        loader.load_state_dict(checkpoint.get('loader', {**loader.state_dict(), 'step': step}))  # nanoGPT has none
+        scaler.load_state_dict(checkpoint.get('scaler') or scaler.state_dict())
+        optimizer.load_state_dict(checkpoint.get('optimizer', optimizer.state_dict()))
+        for group, values in zip(optimizer.param_groups, settings):
+            group.update(values)  # the settings of this run, not those that load_state_dict brings
+        if any(state['exp_avg'].shape != weight.shape for weight, state in optimizer.state.items()):  # torch is silent
+            raise ValueError('the shapes of the optimizer are not the shapes of the weights')
+    except (KeyError, ValueError, TypeError, AttributeError) as e:
+        raise UserError(f'{path} cannot be resumed, its training state is missing or foreign ({e}): '
+                        f'start from its weights with --init_from={path}') from None
+    return step, best_val_loss
+
+
 def pretrained(name, **overrides):
     """GPT.from_pretrained with one-line errors."""
     require('transformers', f'init_from={name}')
@@ -103,3 +180,82 @@ def pretrained(name, **overrides):
         return GPT.from_pretrained(name, overrides)
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         raise UserError(f'init_from={name}: could not be loaded ({str(e).splitlines()[0]})') from None
+
+
+# -----------------------------------------------------------------------------
+# the other files of a run
+
+
+def lock_out_dir(out_dir):
+    """Makes out_dir and keeps other runs out of it until this process ends; the caller keeps what this returns."""
+    path = os.path.join(out_dir, '.lock')
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        held = lock(path)
+        if held is None:
+            owner = Path(path).read_text(encoding='utf-8').strip()
+            raise UserError(f'out_dir = {out_dir}: another run is writing to it ({owner}); wait for its end, or take '
+                            'another --out_dir')
+        held.truncate(0)
+        held.write(f'process {os.getpid()} on {os.uname().nodename}\n')
+        held.flush()
+        return held
+    except OSError as e:
+        raise UserError(f'out_dir = {out_dir}: cannot be written to ({e}); take another --out_dir') from None
+
+
+class Metrics:
+    """
+    metrics.jsonl in out_dir, a JSON object a line, written out at once, and the same to wandb (None = not).
+    resume_at: keep the lines that a run resumed at this step had already written; what was logged after its checkpoint
+    will be logged again.
+    """
+
+    def __init__(self, out_dir, wandb, tokens_per_step, resume_at=None):
+        self.path, self.wandb = os.path.join(out_dir, 'metrics.jsonl'), wandb
+        self.tokens_per_step = tokens_per_step
+        kept = []
+        try:
+            if resume_at is not None and os.path.isfile(self.path):
+                with open(self.path, encoding='utf-8') as f:
+                    lines = [(json.loads(line), line) for line in f if line.endswith('\n')]  # a kill may cut the last
+                kept = [line for fields, line in lines if fields['step'] <= resume_at - ('val_loss' in fields)]
+            replace_file(self.path, lambda aside: Path(aside).write_text(''.join(kept), encoding='utf-8'))
+            self.file = open(self.path, 'a', encoding='utf-8')
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise UserError(f'{self.path}: cannot be written or continued ({e}); remove it, or take another '
+                            '--out_dir') from None
+
+    def log(self, step, **values):
+        line = {'step': step, 'tokens': step * self.tokens_per_step, **values}
+        try:
+            self.file.write(json.dumps(line) + '\n')
+            self.file.flush()
+        except OSError as e:
+            raise UserError(f'{self.path}: could not be written ({e.strerror}); the checkpoints are whole: make room '
+                            'and go on with --init_from=resume') from None
+        if self.wandb:
+            self.wandb.log(line, step=step)
+
+    def close(self):
+        self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+    def draw(self, pyplot, title):
+        """loss.png beside it, by matplotlib's pyplot."""
+        with open(self.path, encoding='utf-8') as f:
+            lines = [json.loads(line) for line in f]
+        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout='constrained')
+        for key, label, style in (('loss', 'training', dict(alpha=0.5)), ('val_loss', 'validation', dict(marker='o'))):
+            points = [(line['step'], line[key]) for line in lines if key in line]
+            if points:
+                axes.plot(*zip(*points), label=label, **style)
+        axes.set(xlabel='step', ylabel='loss (nats per token)', title=title)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        path = os.path.join(os.path.dirname(self.path), 'loss.png')
+        try:
+            figure.savefig(path, dpi=150)
+        except OSError as e:
+            print(f'note: {path} could not be written ({e.strerror})')  # the run is done, and saved

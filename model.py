@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import hyperconn
 from spheretnorm import DECAYS, MAX_ANGLE, P_MIN, Bounded, ScaleNorm, retract
@@ -373,6 +374,7 @@ class GPT(nn.Module):
         """config: GPTConfig. Weights come from torch's global seed; what two modes share starts equal."""
         super().__init__()
         self.config = replace(config)  # a copy: crop_block_size changes it
+        self.recompute = False  # keep only the streams between blocks for the backward, compute the rest again
         seed = torch.randint(2**31, (), device='cpu').item()  # before any module is built: their constructors draw too
         row = RESIDUALS[config.residual]
         c = ConfigView(config, norm=config.norm or row.norm, place=config.place or row.place)
@@ -432,7 +434,7 @@ class GPT(nn.Module):
         x = t.wte(idx) + t.wpe.weight[:T]    # (B, T, C)
         x = t.open(t.drop(t.emb(x)))         # the stream: (B, T, C), or (B, T, n, C) for hyper-connections
         for block in t.h:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute and self.training else block(x)
         x = t.ln_f(t.close(x))               # (B, T, C)
         if targets is None:
             return self.lm_head(x[:, [-1]]), None
@@ -455,6 +457,27 @@ class GPT(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
+        return found
+
+    @torch.no_grad()
+    def health(self, idx):
+        """
+        Numbers to watch, from a forward pass over idx (B, T): the mean norm of the stream after the last block; where
+        the mode has them, how many step sizes and radii (`on_bound` of `bounded`) sit on their upper bound, and how
+        far the worst row and the worst column of an H_res is from a sum of 1.
+        """
+        norms = []
+        last = self.transformer.h[-1]
+        hook = last.register_forward_hook(lambda module, args, x: norms.append(x.float().norm(dim=-1)))
+        try:
+            matrices = [H_res for _, _, H_res in self.residual_matrices(idx)]
+        finally:
+            hook.remove()
+        found = {'stream_norm': norms[0].mean().item()}
+        if bounded := [m.on_bound() for m in self.modules() if isinstance(m, Bounded)]:
+            found |= {'on_bound': int(torch.stack(bounded).sum()), 'bounded': len(bounded)}
+        for name, dim in (('row_sums_off', -1), ('column_sums_off', -2)) if matrices else ():
+            found[name] = max((H.sum(dim) - 1).abs().max().item() for H in matrices)
         return found
 
     # -------------------------------------------------------------------------

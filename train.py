@@ -15,11 +15,11 @@ import os
 # anything else runs on the machine.
 os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
 
-import json
 import math
+import signal
 import sys
 import time
-from pathlib import Path
+import uuid
 
 import numpy as np
 import torch
@@ -27,21 +27,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from checkpoint import (
-    DTYPES,
-    autocast,
-    build_model,
-    load_checkpoint,
-    model_from_checkpoint,
-    pick_device,
-    pretrained,
-    save_checkpoint,
-)
+from checkpoint import (DTYPES, Metrics, autocast, build_model, keep_copies, latest_checkpoint, load_checkpoint,
+                        lock_out_dir, model_from_checkpoint, peak_flops, peak_memory, pick_device, pretrained, restore,
+                        save_checkpoint)
 from configurator import UserError, configure, require
-from data.common import replace_file
 from dataloader import GPT2, ORDERS, TrainLoader, find_dataset, open_dataset, read_meta, val_batches
 from model import CHOICES, GPTConfig
-from spheretnorm import Bounded
 
 # -----------------------------------------------------------------------------
 # output
@@ -51,8 +42,10 @@ eval_tokens = 0                   # validation tokens of an evaluation, from the
 eval_only = False                 # evaluate once, train nothing, write nothing
 log_interval = 10                 # steps between lines of metrics.jsonl and of the console
 always_save_checkpoint = True     # write last.pt at every evaluation, not only at the end
-init_from = 'scratch'             # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a checkpoint file, or a
-                                  # folder of transformers' save_pretrained
+keep_checkpoints = 0              # also keep the last.pt of this many evaluations, as step_00001000.pt
+init_from = 'scratch'             # scratch, resume, auto (resume where there is a run, else scratch), gpt2,
+                                  # gpt2-medium, gpt2-large, gpt2-xl, a checkpoint file, or a folder of
+                                  # transformers' save_pretrained
 seed = 1337                       # of weights, data order and dropout
 # wandb
 wandb_log = False                 # log to Weights & Biases too
@@ -100,6 +93,7 @@ min_lr = 6e-5                     # the learning rate from there on
 # system
 device = 'auto'                   # cpu, cuda, cuda:N, mps; auto = the best that there is
 dtype = 'auto'                    # auto = bfloat16 on CUDA (float16 where it has none), float32 elsewhere
+recompute = False                 # compute each block again in the backward instead of keeping it: less memory
 compile = False                   # torch.compile: faster steps for a minute of waiting
 backend = 'auto'                  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
 # -----------------------------------------------------------------------------
@@ -111,6 +105,10 @@ config, given = configure(
     renamed={'eval_iters': 'set eval_tokens: it counts tokens, eval_iters x batch_size x block_size'})
 
 out_dir, init_from = os.path.expanduser(out_dir), os.path.expanduser(init_from)
+# keys that may differ from those of a resumed checkpoint: they change nothing of what is computed
+FREE = {'out_dir', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint', 'keep_checkpoints',
+        'init_from', 'wandb_log', 'wandb_project', 'wandb_run_name', 'max_iters', 'device', 'recompute', 'compile',
+        'backend'}
 
 # -----------------------------------------------------------------------------
 # processes and devices
@@ -137,6 +135,13 @@ def say(line):
         tqdm.write(line)
 
 
+# a restart by torchrun goes on from the last checkpoint
+if init_from == 'auto' or int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)):
+    init_from = 'resume' if latest_checkpoint(out_dir) else 'scratch' if init_from == 'auto' else init_from
+resuming = init_from == 'resume'
+writes = master and not eval_only
+out_dir_lock = lock_out_dir(out_dir) if writes and resuming and latest_checkpoint(out_dir) else None
+
 # -----------------------------------------------------------------------------
 # data and model
 
@@ -150,9 +155,8 @@ if init_from == 'scratch':
     vocab_size = vocab_size or (50304 if n_vocab == 50257 else n_vocab)
     model = build_model({**{key: config[key] for key in model_keys}, 'vocab_size': vocab_size})
 elif init_from == 'resume' or os.path.isfile(init_from):
-    if init_from == 'resume':  # the newer one: with always_save_checkpoint=False, last.pt may be that of an older run
-        names = [os.path.join(out_dir, name) for name in ('last.pt', 'ckpt.pt')]
-        init_from = max(filter(os.path.isfile, names), key=os.path.getmtime, default=names[1])
+    if resuming:
+        init_from = latest_checkpoint(out_dir) or os.path.join(out_dir, 'last.pt')
     checkpoint = load_checkpoint(init_from)
     model = model_from_checkpoint(checkpoint, init_from, **({'dropout': dropout} if 'dropout' in given else {}))
 elif init_from.startswith('gpt2') or os.path.isdir(init_from):
@@ -160,7 +164,6 @@ elif init_from.startswith('gpt2') or os.path.isdir(init_from):
 else:
     raise UserError(f'init_from = {init_from}: none of scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, nor a '
                     'checkpoint file or a folder that exists')
-resuming = config['init_from'] == 'resume'
 
 # where the weights come from somewhere, they decide what the model is; only the context may be made shorter
 for key in model_keys:
@@ -184,19 +187,24 @@ tokens_per_step = gradient_accumulation_steps * batch_size * block_size
 if dtype == 'float64':  # for checks of exactness
     model.double()
 model.to(device)
+model.recompute = recompute
 optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device.type)
 loader = TrainLoader(files['train'], block_size, (micro_steps, world, batch_size), rank, seed, data_order, device)
+scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
 if resuming:
-    try:
-        iter_num, best_val_loss = checkpoint['iter_num'], float(checkpoint['best_val_loss'])
-        optimizer.load_state_dict(checkpoint['optimizer'])
-        loader.load_state_dict(checkpoint.get('loader', {**loader.state_dict(), 'step': iter_num}))  # nanoGPT has none
-        if any(state['exp_avg'].shape != weight.shape for weight, state in optimizer.state.items()):  # torch is silent
-            raise ValueError('the shapes of the optimizer are not the shapes of the weights')
-    except (KeyError, ValueError, TypeError, AttributeError) as e:
-        raise UserError(f'{init_from} cannot be resumed, its training state is missing or foreign ({e}): '
-                        f'start from its weights with --init_from={init_from}') from None
+    iter_num, best_val_loss = restore(checkpoint, init_from, optimizer, loader, scaler)
     say(f'resumed {init_from} at step {iter_num}')
+    if 'optimizer' not in checkpoint:
+        say(f'note: {init_from} has weights only: the optimizer starts afresh')
+    was = checkpoint.get('config', {})
+    changed = sorted(key for key in (config.keys() & was.keys()) - FREE if config[key] != was[key])
+    if changed:
+        changed = ', '.join(f'{key} {was[key]} -> {config[key]}' for key in changed)
+        say(f'note: other settings than those of {init_from}: {changed}')
+    if iter_num >= max_iters and os.path.basename(init_from) == 'last.pt' and not eval_only:
+        say(f'the run in {out_dir} has finished its max_iters = {max_iters} steps; a larger --max_iters goes on')
+        sys.exit(0)
+wandb_id = checkpoint.get('wandb_id') if resuming else None
 checkpoint = None  # frees the memory
 
 say(f'residual = {model.config.residual}: {model.get_num_params():,} parameters, '
@@ -215,34 +223,38 @@ eval_model = model  # without DDP, whose forward would talk to ranks that may ha
 if ddp:
     dist.init_process_group('nccl' if backend == 'auto' and device.type == 'cuda' else
                             'gloo' if backend == 'auto' else backend)
+    dist.all_gather_object(steps := [None] * world, iter_num)
+    if len(set(steps)) > 1:
+        raise UserError(f'the processes would begin at different steps, {steps}: out_dir = {out_dir} must be a folder '
+                        'that all nodes share')
     model = DDP(model, device_ids=[device.index] if device.type == 'cuda' else None)
-scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
 
 # -----------------------------------------------------------------------------
 # evaluation, learning rate, log
 
 
+health = {}  # of the stream, at the last evaluation
+
+
 @torch.no_grad()
 def evaluate():
-    """Mean loss in nats over the validation windows."""
+    """Mean loss in nats over the validation windows; rank 0 also looks at the health of the stream."""
     raw_model.eval()
     total, count = 0.0, 0
     for x, y, n in val_batches(files['val'], batch_size, block_size, eval_tokens, device, rank, world):
         with autocast(device, dtype):
             _, loss = eval_model(x, y)
         total, count = total + loss.item() * n, count + n
+    if master:
+        x, _, _ = next(val_batches(files['val'], 1, block_size, block_size, device))  # always the same window
+        with autocast(device, dtype):
+            health.update(raw_model.health(x))
     raw_model.train()
     if ddp:
         sums = torch.tensor([total, count], dtype=torch.float64, device=device)
         dist.all_reduce(sums)
         total, count = sums.tolist()
     return total / count
-
-
-def health():
-    """What only some modes have: how many of a sphere's step sizes and its radius sit on their upper bound."""
-    bounded = [m.on_bound() for m in raw_model.modules() if isinstance(m, Bounded)]
-    return {'on_bound': int(torch.stack(bounded).sum()), 'bounded': len(bounded)} if bounded else {}
 
 
 def learning_rate_at(step):
@@ -255,15 +267,6 @@ def learning_rate_at(step):
     return min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (learning_rate - min_lr)
 
 
-def log(**line):
-    """A line of metrics.jsonl, written out at once."""
-    line = {'step': iter_num, 'tokens': iter_num * tokens_per_step, **line}
-    metrics.write(json.dumps(line) + '\n')
-    metrics.flush()
-    if wandb:
-        wandb.log(line, step=iter_num)
-
-
 def save(name):
     save_checkpoint({
         'model': raw_model.state_dict(),
@@ -274,6 +277,8 @@ def save(name):
         'config': config,
         'tokenizer': meta['tokenizer'],
         'loader': loader.state_dict(),
+        'scaler': scaler.state_dict(),
+        'wandb_id': wandb_id,
     }, os.path.join(out_dir, name))
 
 
@@ -285,53 +290,50 @@ def stop_unless_finite(loss, step, name='loss'):
                         'a smaller learning_rate or a longer warm-up may help')
 
 
-class LossWatch:
+class Watch:
     """
-    Stops the run at the first loss that is not finite. On CUDA it looks at a loss when the next step is under way,
-    through a copy that has arrived by then: the GPU never waits for the question.
+    Stops the run at the first loss that is not finite, and after a signal that any process got. It looks at the sums
+    over all processes, so that all of them decide the same; on CUDA when the next step is under way, through a copy
+    that has arrived by then: the GPU never waits for the question.
     """
 
     def __init__(self):
         self.late = device.type == 'cuda'
-        self.step = None
+        self.step, self.stop = None, False
         if self.late:
-            self.loss, self.arrived = torch.zeros((), pin_memory=True), torch.cuda.Event()
+            self.totals, self.arrived = torch.zeros(2, pin_memory=True), torch.cuda.Event()
 
-    def push(self, step, loss):
+    def push(self, step, totals):
+        """totals (2,): the mean loss, and whether (> 0) to stop."""
         self.check()
         self.step = step
         if self.late:
-            self.loss.copy_(loss, non_blocking=True)
+            self.totals.copy_(totals, non_blocking=True)
             self.arrived.record()
         else:
-            self.loss = loss
+            self.totals = totals
             self.check()
 
     def check(self):
         if self.step is not None:
             if self.late:
                 self.arrived.synchronize()
-            stop_unless_finite(self.loss.item(), self.step)
+            loss, signalled = self.totals.tolist()
+            stop_unless_finite(loss, self.step)
+            self.stop |= signalled > 0
         self.step = None
 
 
-def draw_losses():
-    """loss.png from metrics.jsonl"""
-    with open(os.path.join(out_dir, 'metrics.jsonl'), encoding='utf-8') as f:
-        lines = [json.loads(line) for line in f]
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout='constrained')
-    for key, label, style in (('loss', 'training', dict(alpha=0.5)), ('val_loss', 'validation', dict(marker='o'))):
-        points = [(line['step'], line[key]) for line in lines if key in line]
-        if points:
-            axes.plot(*zip(*points), label=label, **style)
-    axes.set(xlabel='step', ylabel='loss (nats per token)',
-             title=f'{raw_model.config.residual} on {os.path.basename(data_dir)}: validation loss {val_loss:.4f}')
-    axes.grid(alpha=0.3)
-    axes.legend()
-    try:
-        figure.savefig(os.path.join(out_dir, 'loss.png'), dpi=150)
-    except OSError as e:
-        say(f'note: loss.png could not be written ({e})')  # the run is done, and saved
+signals = {}  # number -> when it came first
+
+
+def on_signal(number, frame):
+    """SIGINT, SIGTERM: finish the step, save and end. A second one, if it is not torchrun's or Slurm's copy, quits."""
+    if time.monotonic() - signals.setdefault(number, time.monotonic()) > 1:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    elif master:
+        os.write(2, b'\n%s: saving after this step; once more quits at once\n' % signal.Signals(number).name.encode())
 
 
 if eval_only:
@@ -342,28 +344,23 @@ if eval_only:
 # training
 
 if master:
-    path = os.path.join(out_dir, 'metrics.jsonl')
-    kept = []
-    try:
-        os.makedirs(out_dir, exist_ok=True)
-        if resuming and os.path.isfile(path):  # what was logged after the checkpoint will be logged again
-            with open(path, encoding='utf-8') as f:
-                lines = [(json.loads(line), line) for line in f if line.endswith('\n')]  # a kill may have cut the last
-            kept = [line for fields, line in lines if fields['step'] <= iter_num - ('val_loss' in fields)]
-        replace_file(path, lambda aside: Path(aside).write_text(''.join(kept), encoding='utf-8'))
-        metrics = open(path, 'a', encoding='utf-8')
-    except (OSError, ValueError) as e:
-        raise UserError(f'out_dir = {out_dir}: {path} cannot be written or continued ({e}); '
-                        'take another --out_dir') from None
+    out_dir_lock = out_dir_lock or lock_out_dir(out_dir)
     if wandb:
-        wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config)
+        wandb_id = wandb_id or uuid.uuid4().hex[:8]
+        no_account = not (os.environ.get('WANDB_MODE') or wandb.api.api_key)
+        wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config, id=wandb_id, resume='allow',
+                   mode='offline' if no_account else None)
+    metrics = Metrics(out_dir, wandb, tokens_per_step, resume_at=iter_num if resuming else None)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, on_signal)
 
-watch = LossWatch()
+watch = Watch()
+first_iter, peak = iter_num, peak_flops(device)
 bar = tqdm(total=max_iters, initial=iter_num, unit='step', disable=None if master else True)  # None: on a terminal
 clock, clock_steps = time.perf_counter(), 0
 while True:
     last = iter_num >= max_iters
-    if last or iter_num % eval_interval == 0:
+    if last or iter_num % eval_interval == 0 and not watch.stop:
         watch.check()
         val_loss = evaluate()
         stop_unless_finite(val_loss, iter_num, 'validation loss')  # before anything is saved
@@ -371,55 +368,73 @@ while True:
         best_val_loss = val_loss if better else best_val_loss
         if master:
             say(f'step {iter_num}: validation loss {val_loss:.4f}')
-            log(val_loss=val_loss, best_val_loss=min(best_val_loss, val_loss), **health())
+            metrics.log(iter_num, val_loss=val_loss, best_val_loss=min(best_val_loss, val_loss), **health)
             if better:
                 save('ckpt.pt')
             if last or always_save_checkpoint and iter_num > 0:
                 save('last.pt')
+                if keep_checkpoints:
+                    keep_copies(os.path.join(out_dir, 'last.pt'), iter_num, keep_checkpoints)
         clock, clock_steps = time.perf_counter(), 0  # evaluating and saving is not training time
-    if last:
+    elif watch.stop and master:
+        save('last.pt')
+    if last or watch.stop:
         break
 
     lr = learning_rate_at(iter_num)
     for group in optimizer.param_groups:
         group['lr'] = lr
     torch.manual_seed(int(np.random.SeedSequence((seed, iter_num, rank)).generate_state(1)[0]))  # dropout's draws
-    mean_loss = 0.0  # over micro-steps and ranks
+    totals = torch.zeros(2, dtype=DTYPES[dtype] if dtype == 'float64' else torch.float32, device=device)
     for micro_step, (x, y) in enumerate(loader.next()):
         if ddp:  # the gradients travel once a step
             model.require_backward_grad_sync = micro_step == micro_steps - 1
         with autocast(device, dtype):
             _, loss = model(x, y)
         scaler.scale(loss / micro_steps).backward()
-        mean_loss += loss.detach() / (micro_steps * world)
+        totals[0] += loss.detach() / (micro_steps * world)  # the mean over micro-steps and ranks
+    if signals:
+        totals[1] += 1
     if ddp:
-        dist.all_reduce(mean_loss)
+        dist.all_reduce(totals)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    watch.push(iter_num, mean_loss)
+    watch.push(iter_num, totals)
     iter_num, clock_steps = iter_num + 1, clock_steps + 1
     bar.update()
 
+    if iter_num == first_iter + 3:  # the first steps compile and warm up
+        clock, clock_steps = time.perf_counter(), 0
     if iter_num % log_interval == 0 and master:
-        step_loss, norm = mean_loss.item(), grad_norm.item()
-        seconds = (time.perf_counter() - clock) / clock_steps
-        log(loss=step_loss, lr=lr, grad_norm=norm, tokens_per_s=tokens_per_step / seconds)
-        bar.set_postfix(loss=f'{step_loss:.3f}')
+        step_loss, norm = totals[0].item(), grad_norm.item()
+        speed = mfu = None
+        if clock_steps and iter_num > first_iter + 3:
+            seconds = (time.perf_counter() - clock) / clock_steps
+            speed = tokens_per_step / seconds
+            mfu = peak and raw_model.estimate_mfu(tokens_per_step / block_size / world, seconds, peak)
+        metrics.log(iter_num, loss=step_loss, lr=lr, grad_norm=norm, epoch=loader.epochs, tokens_per_s=speed, mfu=mfu,
+                    memory_mb=peak_memory(device))
+        text = f'{speed:,.0f} tokens/s, MFU {f"{mfu:.1%}" if mfu else "n/a"}' if speed else 'warming up'
+        bar.set_postfix_str(f'loss {step_loss:.3f}, {text}')
         if bar.disable:
-            say(f'step {iter_num}: loss {step_loss:.4f}, {seconds * 1e3:.0f} ms')
+            say(f'step {iter_num}: loss {step_loss:.4f}, {text}')
         clock, clock_steps = time.perf_counter(), 0
 
 bar.close()
 if master:
+    if watch.stop and not last:
+        names = ', '.join(signal.Signals(number).name for number in signals) or 'a signal to another process'
+        say(f'stopped by {names} after step {iter_num}, saved in {out_dir}/last.pt; to go on, run the same command '
+            'with --init_from=resume')
+    else:
+        name = f'{raw_model.config.residual} on {os.path.basename(data_dir)}'
+        metrics.draw(pyplot, f'{name}: validation loss {val_loss:.4f}')
+        say(f'final validation loss {val_loss:.4f}, best {best_val_loss:.4f}; in {out_dir}: ckpt.pt (best), last.pt, '
+            'metrics.jsonl, loss.png')
     metrics.close()
-    draw_losses()
-    say(f'final validation loss {val_loss:.4f}, best {best_val_loss:.4f}; in {out_dir}: ckpt.pt (best), last.pt, '
-        'metrics.jsonl, loss.png')
-    if wandb:
-        wandb.finish()
 if ddp:
     dist.barrier()  # the files of the run are complete when any of its processes ends
     dist.destroy_process_group()

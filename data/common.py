@@ -43,6 +43,24 @@ def replace_file(path, write, aside=None):
     sync(os.path.dirname(path) or '.')
 
 
+def lock(path):
+    """
+    The open file `path`, locked until it is closed or this process ends, however it ends; None if another process has
+    the lock. A lock of the kernel: nobody has to clean up after a kill. (Windows has none of these; nothing is locked.)
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return open(path, 'a')
+    file = open(path, 'a')
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # lockf, for a child that is forked does not hold it
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
 def sync(path):
     """Waits until a file, or the names in a folder, are on the disk."""
     if os.path.isdir(path) and os.name == 'nt':

@@ -295,7 +295,7 @@ def test_a_bad_id_that_was_found_once_is_found_again(shards):
 
 
 def test_a_folder_that_cannot_be_written_to(shards, monkeypatch):
-    def refuse(path, write):
+    def refuse(path, write, aside):
         raise PermissionError(13, 'Permission denied')
     monkeypatch.setattr('dataloader.replace_file', refuse)
     assert len(open_dataset(shards, read_meta(shards), 16)['train']) == 2

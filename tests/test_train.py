@@ -20,10 +20,11 @@ import checkpoint as checkpoint_module
 from configurator import UserError
 from data.shards import Tokens
 from dataloader import ROOT, TrainLoader
-from model import GPT, RESIDUALS, GPTConfig, Sphere
+from model import GPT, RESIDUALS, GPTConfig, Hyper, Sphere
 
 MODES = ('pre_ln', 's2hc', 'proj_spheret')  # for what is slow: one mode of each connection
-KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config', 'tokenizer', 'loader'}
+KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config', 'tokenizer', 'loader', 'scaler',
+        'wandb_id'}
 
 
 def load(path):
@@ -47,7 +48,8 @@ def same(a, b):
 
 
 def without_speed(log):
-    return [{key: value for key, value in line.items() if key != 'tokens_per_s'} for line in log]
+    """The log without what two equal runs do not share."""
+    return [{key: line[key] for key in line if key not in ('tokens_per_s', 'mfu', 'memory_mb')} for line in log]
 
 
 def val_loss(model, data, max_windows=None):
@@ -69,7 +71,7 @@ def fails_at(monkeypatch, step, training, value=math.nan, micro_steps=2):
 
     def patched(self, idx, targets=None):
         logits, loss = forward(self, idx, targets)
-        if self.training == training and next(calls) >= step * micro_steps:
+        if targets is not None and self.training == training and next(calls) >= step * micro_steps:
             loss = loss * value
         return logits, loss
     monkeypatch.setattr(GPT, 'forward', patched)
@@ -83,13 +85,18 @@ def test_every_mode_learns(train, data, tmp_path, mode):
     run = train(residual=mode, max_iters=25, eval_interval=10, log_interval=5)
     assert [(line['step'], 'val_loss' in line) for line in run.log] == [
         (0, True), (5, False), (10, False), (10, True), (15, False), (20, False), (20, True), (25, False), (25, True)]
-    evaluation = {'val_loss', 'best_val_loss'}
+    evaluation = {'val_loss', 'best_val_loss', 'stream_norm'}
     if RESIDUALS[mode].connection is Sphere:
         evaluation |= {'on_bound', 'bounded'}
+    if RESIDUALS[mode].connection is Hyper:
+        evaluation |= {'row_sums_off', 'column_sums_off'}
     for line in run.log:
-        kind = evaluation if 'val_loss' in line else {'loss', 'lr', 'grad_norm', 'tokens_per_s'}
-        assert line.keys() == {'step', 'tokens'} | kind and all(map(math.isfinite, line.values()))
+        step = {'loss', 'lr', 'grad_norm', 'epoch', 'tokens_per_s', 'mfu', 'memory_mb'}
+        assert line.keys() == {'step', 'tokens'} | (evaluation if 'val_loss' in line else step)
+        assert line.pop('mfu', None) is None and all(map(math.isfinite, line.values()))  # the peak of a CPU is unknown
         assert line['tokens'] == line['step'] * 2 * 4 * 16
+        if 'loss' in line:
+            assert line['epoch'] == pytest.approx(line['tokens'] / 16 / (4499 // 16)) and line['memory_mb'] > 50
     assert run.val_losses[-1] < run.val_losses[0] - 0.2 and run.losses[-1] < run.losses[0]
     tokenizer = json.loads((data / 'meta.json').read_text(encoding='utf-8'))['tokenizer']
     best = [10, 20, 25][np.argmin(run.val_losses[1:])]
@@ -101,7 +108,7 @@ def test_every_mode_learns(train, data, tmp_path, mode):
         assert checkpoint['config']['residual'] == mode and checkpoint['config']['learning_rate'] == 1e-2
         assert same(checkpoint['model'], dict(run.weights)) == (step == 25)
         assert len(checkpoint['optimizer']['state']) == len(list(run.raw_model.parameters()))
-    assert sorted(os.listdir(tmp_path / 'out')) == ['ckpt.pt', 'last.pt', 'metrics.jsonl']
+    assert sorted(os.listdir(tmp_path / 'out')) == ['.lock', 'ckpt.pt', 'last.pt', 'metrics.jsonl']
 
 
 @pytest.mark.parametrize('mode', RESIDUALS)
@@ -149,7 +156,7 @@ def test_always_save_checkpoint(train, tmp_path, monkeypatch):
     fails_at(monkeypatch, 4, training=True)
     with pytest.raises(UserError, match=r'loss of step 4 is nan .*ckpt\.pt is untouched'):
         train(always_save_checkpoint=False, eval_interval=2)
-    assert sorted(os.listdir(tmp_path / 'out')) == ['ckpt.pt', 'metrics.jsonl']
+    assert sorted(os.listdir(tmp_path / 'out')) == ['.lock', 'ckpt.pt', 'metrics.jsonl']
     assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 4
     monkeypatch.undo()
     train(always_save_checkpoint=False, eval_interval=2)
@@ -348,11 +355,14 @@ def test_resume_from_ckpt_alone(train, tmp_path):
     assert same(dict(train(**keys, max_iters=9, init_from='resume').weights), dict(whole.weights))
 
 
-def test_resume_past_the_end(train, trained, tmp_path):
+def test_a_finished_run_says_so_and_stays_as_it_is(train, trained, tmp_path, capsys, snapshot):
     shutil.copytree(trained, tmp_path / 'out')
-    run = train(init_from='resume')
-    assert same(dict(run.weights), load(trained / 'last.pt')['model'])
-    assert without_speed(run.log) == without_speed(map(json.loads, open(trained / 'metrics.jsonl')))
+    before = snapshot(tmp_path / 'out')
+    with pytest.raises(SystemExit) as end:
+        train(init_from='resume')
+    assert end.value.code == 0 and 'has finished its max_iters = 6 steps; a larger --max_iters goes on' in \
+        capsys.readouterr().out
+    assert snapshot(tmp_path / 'out') == before
 
 
 def test_start_from_a_checkpoint(train, trained, data, tmp_path):
@@ -525,7 +535,7 @@ BAD = [
     ('a corrupt meta.json', bytes_of(('data', 'meta.json'), lambda b: b[:40]), {}, r'meta\.json: not readable .*run'),
     ('an empty meta.json', bytes_of(('data', 'meta.json'), b''), {}, r'meta\.json: not readable .*run'),
     # checkpoints
-    ('no checkpoint', lambda c: shutil.rmtree(c.out), RESUME, r'out.ckpt\.pt: there is no such checkpoint; train'),
+    ('no checkpoint', lambda c: shutil.rmtree(c.out), RESUME, r'out.last\.pt: there is no such checkpoint; train'),
     ('an empty checkpoint', bytes_of(('out', 'last.pt'), b''), RESUME, r'last\.pt: not a checkpoint, a damaged one'),
     ('a cut checkpoint', bytes_of(('out', 'last.pt'), lambda b: b[:9999]), RESUME, r'last\.pt: not a checkpoint'),
     ('random bytes', bytes_of(('out', 'last.pt'), bytes(range(200))), RESUME, r'last\.pt: not a checkpoint'),
@@ -534,8 +544,6 @@ BAD = [
     ('an unknown model_arg', checkpoint_of('last.pt', model_args=dict(rope=1)), RESUME, r'last\.pt: a foreign .*rope'),
     ('code in a checkpoint', checkpoint_of('last.pt', config=Evil()), RESUME, r'last\.pt: not a checkpoint.*run code'),
     ('code in a pickle', bytes_of(('out', 'last.pt'), pickle.dumps(Evil(), 2)), RESUME, r'last\.pt: not a checkpoint'),
-    ('no optimizer', checkpoint_of('last.pt', optimizer=None), RESUME,
-     r"last\.pt cannot be resumed.*'optimizer'.*--init_from=.*last\.pt"),
     ('a foreign optimizer', checkpoint_of('last.pt', optimizer={'state': {}, 'param_groups': []}), RESUME,
      r'last\.pt cannot be resumed.*--init_from=.*last\.pt'),
     ('another mode', nothing, dict(RESUME, residual='s2hc'), r'last\.pt has residual = pre_ln, not s2hc: drop .*'),
@@ -577,9 +585,9 @@ BAD = [
     ('a file where out_dir should be', nothing, dict(out_dir='{data}/meta.json'), r'out_dir = .*meta\.json: .*another'),
     ('a file above out_dir', nothing, dict(out_dir='{data}/meta.json/out'), r'out_dir = .*/out: .*another'),
     ('a folder for a log', lambda c: (os.remove(c.out / 'metrics.jsonl'), os.mkdir(c.out / 'metrics.jsonl')), {},
-     r'out_dir = .*metrics\.jsonl cannot be written'),
+     r'metrics\.jsonl: cannot be written or continued'),
     ('a log that is none', bytes_of(('out', 'metrics.jsonl'), b'{}}\n'), dict(RESUME, max_iters=9),
-     r'out_dir = .*metrics\.jsonl cannot be written or continued'),
+     r'metrics\.jsonl: cannot be written or continued'),
 ]
 
 
@@ -628,7 +636,7 @@ def test_another_working_folder_and_an_ascii_locale(data, tmp_path):
     train = python(f'{ROOT}/train.py', 'short.py', *as_words({**SHORT, 'dataset': data, 'out_dir': 'läuft'}),
                    cwd=tmp_path, LC_ALL='C')
     assert (train.returncode, train.stderr) == (0, '') and 'in läuft: ckpt.pt (best), last.pt' in train.stdout
-    assert sorted(os.listdir(tmp_path / 'läuft')) == ['ckpt.pt', 'last.pt', 'loss.png', 'metrics.jsonl']
+    assert sorted(os.listdir(tmp_path / 'läuft')) == ['.lock', 'ckpt.pt', 'last.pt', 'loss.png', 'metrics.jsonl']
     assert (tmp_path / 'läuft' / 'loss.png').read_bytes().startswith(b'\x89PNG')
     keys = dict(device='cpu', out_dir='läuft', start='naïve — ', num_samples=1, max_new_tokens=200, temperature=9)
     sample = python(f'{ROOT}/sample.py', *as_words(keys), cwd=tmp_path, LC_ALL='C')
