@@ -54,6 +54,12 @@ def run_train(**keys):
     return run
 
 
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch):
+    """Waiting for the disk takes longer than all else, and only a power cut could tell."""
+    monkeypatch.setattr('data.common.sync', lambda path: None)
+
+
 @pytest.fixture(scope='session')
 def data(tmp_path_factory):
     """Folder of a data set of 5000 characters, 20 distinct ones, a few of them not in ASCII; not to be written to."""

@@ -654,26 +654,6 @@ def torchrun(*args, cwd):
     return python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', *args, cwd=cwd)
 
 
-DRIVER = """\
-# one start of torchrun for many runs: starting is what takes long
-import json, os, runpy, sys
-import torch.distributed as dist
-script, runs = sys.argv[1:]
-sys.path.insert(0, os.path.dirname(script))
-dist.init_process_group('gloo')
-dist.init_process_group = dist.destroy_process_group = lambda *args: None
-for words in json.loads(runs):
-    sys.argv = [script, *words]
-    try:
-        runpy.run_path(script, run_name='__main__')
-    except Exception as e:
-        print(f'rank {os.environ["RANK"]}: {type(e).__name__}: {e}', flush=True)
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)  # past the end of Python: torch's threads abort about one of 50 processes there on a busy machine
-"""
-
-
 def test_two_processes(train, data, one_window, tmp_path):
     """Losses, gradient norms and weights of one process; also with dropout, a resumption and a divergence."""
     keys = dict(SHORT, n_layer=2, batch_size=2, gradient_accumulation_steps=4, max_iters=6, eval_interval=3,
@@ -688,8 +668,7 @@ def test_two_processes(train, data, one_window, tmp_path):
              dict(dropout, init_from='resume', out_dir=tmp_path / 'resumed'),
              dict(keys | one_window, gradient_accumulation_steps=2, out_dir=tmp_path / 'masks'),
              dict(keys, learning_rate=1e30, out_dir=tmp_path / 'diverged')]
-    (tmp_path / 'driver.py').write_text(DRIVER)
-    done = torchrun('driver.py', f'{ROOT}/train.py', json.dumps([as_words(run) for run in runs]), cwd=tmp_path)
+    done = torchrun(f'{ROOT}/tests/driver.py', json.dumps([as_words(run) for run in runs]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('2 processes') == len(runs)
 
