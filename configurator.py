@@ -44,6 +44,21 @@ def require(package, why):
         raise UserError(f'{why} needs the package {root}: pip install {root}') from None
 
 
+def explain(error):
+    """One line for what a machine lacks and torch finds out deep inside, None for any other error. By name: torch may
+    not be imported, and its classes have moved."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    names = {f'{c.__module__}.{c.__name__}' for c in type(error).__mro__}
+    if any(name.endswith('.OutOfMemoryError') for name in names) or "can't allocate memory" in str(error):
+        return (f'out of memory ({first}): a smaller batch_size with more gradient_accumulation_steps computes the '
+                'same in less, and so does recompute=True')
+    if any(name.startswith(('torch._dynamo.exc.', 'torch._inductor.exc.')) for name in names):
+        return f'torch.compile failed here ({first}): --compile=False does without'
+    if isinstance(error, KeyboardInterrupt):
+        return 'stopped by Ctrl-C'
+    return None
+
+
 @dataclass
 class Key:
     """One key of a script: its default, what --help says about it, and which values it takes."""
@@ -193,8 +208,9 @@ def configure(namespace, choices={}, positive=(), renamed={}, argv=None):
     previous_hook = sys.excepthook
 
     def hook(kind, error, trace):
-        if isinstance(error, UserError):
-            print(f'error: {error}', file=sys.stderr)
+        text = error if isinstance(error, UserError) else explain(error)
+        if text:
+            print(f'error: {text}', file=sys.stderr)
         elif isinstance(error, BrokenPipeError):  # `train.py --help | head`: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         else:

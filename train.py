@@ -221,8 +221,13 @@ if compile:
     model = torch.compile(model)
 eval_model = model  # without DDP, whose forward would talk to ranks that may have no batch left
 if ddp:
-    dist.init_process_group('nccl' if backend == 'auto' and device.type == 'cuda' else
-                            'gloo' if backend == 'auto' else backend)
+    if backend == 'auto':
+        backend = 'nccl' if device.type == 'cuda' else 'gloo'
+    try:
+        dist.init_process_group(backend)
+    except (RuntimeError, ValueError) as e:  # DistError is a RuntimeError
+        raise UserError(f'torch.distributed could not start with backend = {backend} ({str(e).splitlines()[0]}): start '
+                        'all processes by torchrun, see Many processes in README.md') from None
     dist.all_gather_object(steps := [None] * world, iter_num)
     if len(set(steps)) > 1:
         raise UserError(f'the processes would begin at different steps, {steps}: out_dir = {out_dir} must be a folder '

@@ -1,5 +1,6 @@
 """configurator.py: keys from the source of a script, config files, the command line, and one line for every mistake."""
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import configurator
-from configurator import UserError, configure, require
+from configurator import UserError, configure, explain, require
 
 SCRIPT = """\
 # a comment above the imports is no heading
@@ -314,3 +315,36 @@ def test_as_a_process(run, tmp_path):
     bad = process('config/x.py', 'config/y.py')
     assert (bad.returncode, bad.stdout) == (1, '')
     assert bad.stderr == "error: config/y.py, line 2: NameError: name 'nope' is not defined\n"
+
+
+class OutOfMemoryError(RuntimeError):
+    __module__ = 'torch.cuda'
+
+
+class BackendCompilerFailed(RuntimeError):
+    __module__ = 'torch._dynamo.exc'
+
+
+@pytest.mark.parametrize('error, text', [
+    (OutOfMemoryError('CUDA out of memory. Tried\nto'), r'out of memory \(CUDA out of memory. Tried\): a smaller'),
+    (RuntimeError("[] DefaultCPUAllocator: can't allocate memory: you tried"), r'out of memory .*recompute'),
+    (BackendCompilerFailed('no g++'), r'torch\.compile failed here \(no g\+\+\): --compile=False'),
+    (KeyboardInterrupt(), 'stopped by Ctrl-C'),
+    (MemoryError(), None), (RuntimeError('shape'), None),
+])
+def test_what_a_machine_lacks_is_one_line(run, monkeypatch, capsys, error, text):
+    seen = []
+    monkeypatch.setattr(sys, 'excepthook', lambda *e: seen.append(e))
+    run()
+    sys.excepthook(type(error), error, None)
+    err = capsys.readouterr().err
+    assert len(seen) == (text is None) and err.count('\n') == (text is not None)
+    assert text is None or re.match(f'error: {text}', err)
+
+
+def test_torch_says_what_explain_looks_for():
+    torch = pytest.importorskip('torch')
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert explain(error.value).startswith('out of memory')
+    assert issubclass(torch.OutOfMemoryError, RuntimeError) and torch.OutOfMemoryError.__name__ == 'OutOfMemoryError'
