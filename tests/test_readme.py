@@ -39,6 +39,14 @@ def test_every_mode_is_in_the_table():
     assert re.findall(r'^\| `(\w+)` \|', README, re.MULTILINE) == list(model.RESIDUALS)
 
 
+def test_the_messages_of_the_troubleshooting_table_exist():
+    table = README[README.index('| it says | what to do |'):].split('\n\n')[0]
+    sources = [path.read_text(encoding='utf-8') for path in [*ROOT.glob('*.py'), *(ROOT / 'data').glob('**/*.py')]]
+    text = '\n'.join(re.sub(r"'\s*\n\s*f?'", '', source) for source in sources)  # f-strings that run over lines
+    said = [fragment for row in table.splitlines()[2:] for fragment in re.findall('`([^`]+)`', row.split('|')[1])]
+    assert len(said) > 20 and [fragment for fragment in said if fragment not in text] == []
+
+
 @pytest.mark.parametrize('path', sorted(set(re.findall(r'\]\(([^)#:]+)\)', README))))
 def test_links_lead_somewhere(path):
     assert (ROOT / path).exists()
@@ -47,7 +55,7 @@ def test_links_lead_somewhere(path):
 @pytest.mark.parametrize('command', sorted(set(re.findall(r'python ((?:train|sample|bench)\.py [^`\n]*)', README))))
 def test_commands_name_keys_and_files_that_exist(command):
     script, *words = command.split()
-    keys = configurator.read_keys(ROOT / script, {k: (None,) for k in ('norm', 'place', 'decay')}
+    keys = configurator.read_keys(ROOT / script, {k: (None,) for k in ('norm', 'place', 'decay', 'data_order')}
                                   if script == 'train.py' else {}, ())
     for word in words:
         if word.endswith('.py'):

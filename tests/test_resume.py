@@ -312,6 +312,20 @@ def test_recompute_has_the_same_gradients(mode):
     assert whole < 0.6 * saved_bytes(model, idx)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', ['pre_ln', 'proj_spheret', 's2hc', 'mhc'])
+def test_memory_of_recompute(mode):
+    """GPT-2 (124M) with a batch of 1 x 1024, float32: a block's stream is all that stays."""
+    model = GPT(GPTConfig(block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, residual=mode))
+    idx, sizes = torch.randint(50304, (1, 1024)), []
+    for model.recompute in (False, True):
+        sizes.append(saved_bytes(model, idx) / 2**20)
+    print(f'{mode}: {sizes[0]:,.0f} MiB kept for the backward, {sizes[1]:,.0f} MiB with recompute')
+    streams = 12 * 1024 * 768 * 4 * (4 if mode in HYPER else 1) / 2**20
+    logits = 2 * 1024 * 50304 * 4 / 2**20  # and their log-softmax
+    assert sizes[1] < 1.2 * (streams + logits) < sizes[0]
+
+
 def test_recompute_changes_no_run(train, tmp_path):
     for value in (False, True):
         train(dropout=0.2, recompute=value, residual='s2hc', out_dir=tmp_path / str(value))
