@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from killing import same, what_is_left
 
 import checkpoint
 from checkpoint import PEAKS, latest_checkpoint, lock_out_dir, peak_flops, peak_memory
@@ -21,7 +22,6 @@ from configurator import UserError
 from data.shards import header
 from dataloader import ROOT, TrainLoader
 from model import GPT, RESIDUALS, GPTConfig, Hyper, Sphere
-from tests.killing import same, what_is_left
 
 CPU = torch.device('cpu')
 HYPER = [name for name, row in RESIDUALS.items() if row.connection is Hyper]
