@@ -53,6 +53,7 @@ def read_meta(folder):
         raise UserError(f'dataset: there is no folder {folder}; data/ has {", ".join(known)}, and any path works too')
     if not os.path.isfile(path):
         if os.path.isfile(os.path.join(folder, 'progress.json')):
+            how = how if os.path.isfile(os.path.join(folder, 'prepare.py')) else 'run the command that began it again'
             raise UserError(f'{folder}: the preparation of the data set has not finished; to go on, {how}')
         if os.path.isfile(os.path.join(folder, 'meta.pkl')):
             raise UserError(f'{folder}: prepared by nanoGPT with a vocabulary of its own, in meta.pkl, which would run '

@@ -341,7 +341,7 @@ FAULTS = [
     ('folder', a_folder, r'web_train_000003\.bin: a folder where a file'),
     ('no val', lambda folder: os.remove(folder / 'web_val_000000.bin'), r'\*_val_\*\.bin: missing; prepare'),
     ('both kinds', put('val.bin', bytes(99)), r'has both val\.bin and shards like web_.*keep one'),
-    ('unfinished', put('progress.json', b'{}'), r'has not finished; to go on, run: python'),
+    ('unfinished', put('progress.json', b'{}'), r'has not finished; to go on, run the command that began'),
     ('meta.pkl', put('meta.pkl', b''), r'meta\.pkl, which would run code'),
     ('listed', put('meta.json', json.dumps({**META, 'shards': {'web_train_000009.bin': {'largest': 1}}}).encode()),
      r'web_train_000009\.bin: missing, though meta\.json has it'),
