@@ -10,11 +10,11 @@ train: .venv/installed data/shakespeare_char/meta.json
 	$(RUN) sample.py --out_dir=out --num_samples=1
 
 test: .venv/installed-tests
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2
 
 check: .venv/installed-tests
 	$(RUN) -m ruff check .
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m slow
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 -m slow
 
 data/shakespeare_char/meta.json: .venv/installed
 	$(RUN) data/shakespeare_char/prepare.py

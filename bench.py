@@ -231,8 +231,9 @@ def bench_modes():
                 for _ in range(2 if 'compile' in engine else 0):  # compiling counts against the time
                     cells[mode, engine]()
     rows = measure_steps(cells)
-    print(f'{n_layer} layers, {n_head} heads, {n_embd} wide, block {block_size}, batch {batch_size}, {n_streams} streams'
-          f', {device}, {dtype}, {torch.get_num_threads()} threads, {steps} steps each, ratios to {contestants[0]}')
+    print(f'{n_layer} layers, {n_head} heads, {n_embd} wide, block {block_size}, batch {batch_size}, '
+          f'{n_streams} streams, {device}, {dtype}, {torch.get_num_threads()} threads, {steps} steps each, ratios to '
+          f'{contestants[0]}')
     show(['mode', 'engine', 'tokens/s', 'ratio', '95% interval', 'MiB a step', 'parameters', 'extra', 'FLOPs a token'],
          [[r['mode'], r['engine'], *in_words(r), f'{r["parameters"]:,}', f'{r["extra"]:,}',
            r['flops_per_token'] and f'{r["flops_per_token"]:,}'] for r in rows.values()])
@@ -268,9 +269,9 @@ def bench_streams():
                 cells[(kind, n), engine] = Step(kind, engine, n)
             except ValueError as e:
                 refused[kind, n] = str(e)
-    rows = measure_steps(cells)
+    rows, alone = measure_steps(cells), 2 * n_layer * batch_size * block_size * n_embd * 4  # bytes, float32
     print(f'{n_layer} layers, {n_embd} wide, block {block_size}, batch {batch_size}, {device}, {dtype}, {engine}; '
-          f'ratios to pre_ln; the streams alone: n x {batch_size * block_size * n_embd * 4 / 2**20 * 2 * n_layer:,.1f} MiB')
+          f'ratios to pre_ln; the streams alone: n x {alone / 2**20:,.1f} MiB')
     table = []
     for n in map(int, numbers):
         for kind in kinds:

@@ -17,7 +17,9 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+import kernels
 from configurator import UserError, require
 from data.common import lock, replace_file
 from model import GPT, GPTConfig
@@ -45,6 +47,30 @@ def pick_device(device, dtype):
     if device.type == 'mps' and dtype == 'float64':
         raise UserError('dtype = float64: mps has none; take --device=cpu')
     return device, dtype
+
+
+def start_process_group(backend, device):
+    """torch.distributed for the processes that torchrun started; backend 'auto' is nccl on CUDA, else gloo."""
+    if backend == 'auto':
+        backend = 'nccl' if device.type == 'cuda' else 'gloo'
+    try:
+        store, rank, world = next(dist.rendezvous('env://'))
+        if os.environ.get('GROUP_WORLD_SIZE', '1') == '1':
+            # torchrun keeps its store over a restart (seen in torch 2.13): without names of their own the new processes
+            # find the addresses of the dead ones, and wait for them. Nodes count their restarts apart; see README.md.
+            store = dist.PrefixStore(f'start {os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}', store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    except (RuntimeError, ValueError) as e:  # DistError is a RuntimeError
+        raise UserError(f'torch.distributed could not start with backend = {backend} ({str(e).splitlines()[0]}): start '
+                        'all processes by torchrun, see Many processes in README.md') from None
+
+
+def pick_kernels(choice):
+    """kernels.select for the key kernels."""
+    try:
+        kernels.select(choice)
+    except ValueError as e:
+        raise UserError(str(e)) from None
 
 
 # dense bf16 peaks of the data sheets, FLOPs a second; the first name that the name of the chip contains

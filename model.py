@@ -46,11 +46,14 @@ class RMSNorm(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.n_embd))
+        self.radius = ()  # of the sphere, where x lies on one: a module of the model, in a tuple to be no child of this
 
     def reset_parameters(self):
         nn.init.ones_(self.weight)
 
     def forward(self, x):
+        if self.radius:  # nothing to reduce
+            return x * (math.sqrt(x.shape[-1]) / self.radius[0]() * self.weight)
         return F.rms_norm(x, self.weight.shape, self.weight, 1e-6)
 
 
@@ -391,6 +394,10 @@ class GPT(nn.Module):
             close=connection.close(c),
             ln_f=NORMS[c.norm](c),
         ))
+        for block in self.transformer.h if connection is Sphere else ():
+            for norm in (block.ln_1, block.ln_2):
+                if isinstance(norm, RMSNorm):
+                    norm.radius = (self.transformer.open.radius,)
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # weight tying
         self.used = c.used | {'residual'}  # the fields that have an effect in this mode

@@ -18,6 +18,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import kernels
+
 MAX_ANGLE = math.pi / 4  # the cap on theta that the modes use where p > 1
 R2_MIN = 1e-12           # r^2 is clamped here, so that a zero stream divides by something
 P_MIN = 1e-6             # the smallest order: p -> 0 is the identity, and 1/p^6 must stay a float32
@@ -75,14 +77,14 @@ def _rotation(x, p, max_angle):
         curve = -2 * k * k * k * (k + 2) / ((1 + k) * cos)
     else:
         # q = 1/p^2; the series below eps^(1/4) or so, where the closed form of `curve` has cancelled as much
-        q = 0.0 if math.isinf(p) else 1 / p**2
+        q = 0.0 if p == math.inf else 1 / p**2
         small = x * (1 + q) < (1e-4 if x.dtype == torch.float64 else 2e-2)
         s1, s2, s3 = -(1 + 2 * q) / 6, (1 + 20 * q + 24 * q**2) / 120, -(1 + 70 * q + 784 * q**2 + 720 * q**3) / 5040
         c2, c3 = (1 + 8 * q) / 24, -(1 + 40 * q + 184 * q**2) / 720
         t = torch.where(small, x, 0)
         x = torch.where(small, 1, x)
         beta = x.sqrt()
-        theta = beta if math.isinf(p) else p * torch.atan(beta / p)
+        theta = beta if p == math.inf else p * torch.atan(beta / p)
         sin, cos = torch.sin(theta), torch.cos(theta)
         slope = 1 / (1 + q * torch.where(small, t, x))
         curve = torch.where(small, 2 * s1 + t * (4 * s2 + t * 6 * s3), (cos * slope - sin / beta) / x)
@@ -90,7 +92,7 @@ def _rotation(x, p, max_angle):
         cos = torch.where(small, 1 + t * (-0.5 + t * (c2 + t * c3)), cos)
         x = torch.where(small, t, x)
     if p > 1 and max_angle is not None and max_angle < p * math.pi / 2:  # theta stays below p pi/2 by itself
-        beta_max = max_angle if math.isinf(p) else p * math.tan(max_angle / p)
+        beta_max = max_angle if p == math.inf else p * math.tan(max_angle / p)
         capped = x > beta_max**2
         x = torch.where(capped, x, 1)
         sinc = torch.where(capped, math.sin(max_angle) * torch.rsqrt(x), sinc)
@@ -159,6 +161,23 @@ class _Retract(torch.autograd.Function):
         return dh.to(h.dtype), df.to(f.dtype), dalpha, None, None
 
 
+def _checked(h, f, alpha, p, max_angle):
+    """p as a float, when the arguments of a retraction are fit; ValueError otherwise."""
+    if not p >= P_MIN:
+        raise ValueError(f'p = {p}: the order of a retraction is a number from {P_MIN} on, or inf')
+    if max_angle is not None and not max_angle >= 0:
+        raise ValueError(f'max_angle = {max_angle}: must be a number >= 0, or None for no cap')
+    if f.shape != h.shape:
+        raise ValueError(f'the branch output has shape {tuple(f.shape)}, the stream {tuple(h.shape)}')
+    if torch.is_tensor(alpha) and torch.broadcast_shapes(alpha.shape, (*h.shape[:-1], 1)) != (*h.shape[:-1], 1):
+        raise ValueError(f'alpha has shape {tuple(alpha.shape)}, which does not broadcast to {(*h.shape[:-1], 1)}')
+    p = float(p)
+    for constant in (1.0, 2.0, 0.5, math.inf):
+        if p == constant:  # torch.compile makes a variable of a number that it has seen change; these are cases
+            return constant
+    return p
+
+
 def retract(h, f, alpha, p=1.0, max_angle=None):
     """
     Move h along its sphere by the tangent part of the branch output f.
@@ -170,17 +189,32 @@ def retract(h, f, alpha, p=1.0, max_angle=None):
     clamp |h| < 1e-6, which no stream of a model reaches, the gradient takes |h| as it is). Raises ValueError.
     Source: [SR] Eq. 6 (p = 1), Eq. 7-8 (p = 2) and their common form in p; the gradients are ours.
     """
-    if not p >= P_MIN:
-        raise ValueError(f'p = {p}: the order of a retraction is a number from {P_MIN} on, or inf')
-    if max_angle is not None and not max_angle >= 0:
-        raise ValueError(f'max_angle = {max_angle}: must be a number >= 0, or None for no cap')
-    if f.shape != h.shape:
-        raise ValueError(f'the branch output has shape {tuple(f.shape)}, the stream {tuple(h.shape)}')
-    if torch.is_tensor(alpha) and torch.broadcast_shapes(alpha.shape, (*h.shape[:-1], 1)) != (*h.shape[:-1], 1):
-        raise ValueError(f'alpha has shape {tuple(alpha.shape)}, which does not broadcast to {(*h.shape[:-1], 1)}')
+    p = _checked(h, f, alpha, p, max_angle)
+    if kernels.takes(h, f, alpha):
+        return kernels.retract(h, f, alpha, p, max_angle)
     # as_tensor leaves a number on the CPU: zero-dimensional tensors mix with any device, without a copy
-    return _Retract.apply(h, f, torch.as_tensor(alpha, dtype=None if torch.is_tensor(alpha) else torch.float64),
-                          float(p), max_angle)
+    return _Retract.apply(h, f, torch.as_tensor(alpha, dtype=None if torch.is_tensor(alpha) else torch.float64), p,
+                          max_angle)
+
+
+def retract_norm(h, f, alpha, weight, bias=None, p=1.0, max_angle=None, norm='layernorm'):
+    """
+    `retract`, and what the next branch reads: (h', N(h')), the second in f's type. norm: 'layernorm' (eps 1e-5) or
+    'rmsnorm' (no eps: the norm of a stream is far from 0), with weight and bias (d,), bias None for none. One kernel
+    writes both, without reading h' again: the norm of h' is that of h, so an RMSNorm needs no reduction and a LayerNorm
+    the mean alone. Raises ValueError. Source: ours.
+    """
+    p = _checked(h, f, alpha, p, max_angle)
+    if norm not in ('layernorm', 'rmsnorm'):
+        raise ValueError(f'norm = {norm!r} cannot follow a retraction in one pass: choose layernorm or rmsnorm')
+    if kernels.takes(h, f, alpha):
+        return kernels.retract_norm(h, f, alpha, weight, bias, p, max_angle, norm)
+    out = retract(h, f, alpha, p, max_angle)
+    x = out.to(torch.promote_types(h.dtype, torch.float32))
+    if norm == 'layernorm':
+        return out, F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5).to(f.dtype)
+    y = F.rms_norm(x, x.shape[-1:], weight, R2_MIN / x.shape[-1])
+    return out, (y if bias is None else y + bias).to(f.dtype)
 
 
 # -----------------------------------------------------------------------------

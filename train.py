@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
 from checkpoint import (DTYPES, Metrics, autocast, build_model, keep_copies, latest_checkpoint, load_checkpoint,
-                        lock_out_dir, model_from_checkpoint, peak_flops, peak_memory, pick_device, pretrained, restore,
-                        save_checkpoint)
+                        lock_out_dir, model_from_checkpoint, peak_flops, peak_memory, pick_device, pick_kernels,
+                        pretrained, restore, save_checkpoint, start_process_group)
 from configurator import UserError, configure, require
 from dataloader import GPT2, ORDERS, TrainLoader, find_dataset, open_dataset, read_meta, val_batches
 from model import CHOICES, GPTConfig
@@ -94,12 +94,14 @@ min_lr = 6e-5                     # the learning rate from there on
 device = 'auto'                   # cpu, cuda, cuda:N, mps; auto = the best that there is
 dtype = 'auto'                    # auto = bfloat16 on CUDA (float16 where it has none), float32 elsewhere
 recompute = False                 # compute each block again in the backward instead of keeping it: less memory
+kernels = 'auto'                  # of kernels.py: auto = on CUDA; triton = or fail; eager = plain torch
 compile = False                   # torch.compile: faster steps for a minute of waiting
 backend = 'auto'                  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
 # -----------------------------------------------------------------------------
 config, given = configure(
     globals(),
-    choices={**CHOICES, 'data_order': ORDERS, 'dtype': ('auto', *DTYPES), 'backend': ('auto', 'nccl', 'gloo')},
+    choices={**CHOICES, 'data_order': ORDERS, 'kernels': ('auto', 'triton', 'eager'), 'dtype': ('auto', *DTYPES),
+             'backend': ('auto', 'nccl', 'gloo')},
     positive=('eval_interval', 'log_interval', 'gradient_accumulation_steps', 'batch_size', 'block_size', 'n_layer',
               'n_head', 'n_embd', 'n_streams', 'p', 'learning_rate', 'max_iters', 'lr_decay_iters'),
     renamed={'eval_iters': 'set eval_tokens: it counts tokens, eval_iters x batch_size x block_size'})
@@ -107,8 +109,8 @@ config, given = configure(
 out_dir, init_from = os.path.expanduser(out_dir), os.path.expanduser(init_from)
 # keys that may differ from those of a resumed checkpoint: they change nothing of what is computed
 FREE = {'out_dir', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint', 'keep_checkpoints',
-        'init_from', 'wandb_log', 'wandb_project', 'wandb_run_name', 'max_iters', 'device', 'recompute', 'compile',
-        'backend'}
+        'init_from', 'wandb_log', 'wandb_project', 'wandb_run_name', 'max_iters', 'device', 'recompute', 'kernels',
+        'compile', 'backend'}
 
 # -----------------------------------------------------------------------------
 # processes and devices
@@ -124,6 +126,7 @@ micro_steps = gradient_accumulation_steps // world
 if ddp and device in ('auto', 'cuda') and torch.cuda.is_available():
     device = f'cuda:{local_rank}'
 device, dtype = pick_device(device, dtype)
+pick_kernels(kernels)
 if ddp and device.type == 'cuda':
     torch.cuda.set_device(device)
 wandb = require('wandb', 'wandb_log=True') if wandb_log and not eval_only else None
@@ -221,13 +224,7 @@ if compile:
     model = torch.compile(model)
 eval_model = model  # without DDP, whose forward would talk to ranks that may have no batch left
 if ddp:
-    if backend == 'auto':
-        backend = 'nccl' if device.type == 'cuda' else 'gloo'
-    try:
-        dist.init_process_group(backend)
-    except (RuntimeError, ValueError) as e:  # DistError is a RuntimeError
-        raise UserError(f'torch.distributed could not start with backend = {backend} ({str(e).splitlines()[0]}): start '
-                        'all processes by torchrun, see Many processes in README.md') from None
+    start_process_group(backend, device)
     dist.all_gather_object(steps := [None] * world, iter_num)
     if len(set(steps)) > 1:
         raise UserError(f'the processes would begin at different steps, {steps}: out_dir = {out_dir} must be a folder '

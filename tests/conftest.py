@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import kernels
 from data.common import write_dataset
 from data.tokenizer import get_tokenizer
 
@@ -36,6 +37,7 @@ def run_script(name, plot=False, **keys):
         try:
             return SimpleNamespace(**runpy.run_path(str(ROOT / name), run_name='__main__'))
         finally:
+            kernels.select('auto')  # of the whole process
             if dist.is_initialized():
                 dist.destroy_process_group()
 

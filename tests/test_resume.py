@@ -478,22 +478,21 @@ def test_one_two_and_four_processes(shards, tmp_path):
 
 
 def kill_a_rank(out_dir, restarts, **keys):
-    """Starts two ranks and kills the second at step 20; returns torchrun's exit code and output, within a minute."""
+    """Starts two ranks, kills the second at step 20; returns torchrun's exit code, output and seconds to the end."""
     run = torchrun('--standalone', '--nproc_per_node=2', f'--max-restarts={restarts}', **keys, out_dir=out_dir)
     seen = wait_for(run, 'step 20: validation loss')
     start = time.monotonic()
     ranks = subprocess.run(['pgrep', '-P', str(run.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(ranks[-1]), signal.SIGKILL)
-    out, _ = run.communicate(timeout=90)
-    assert time.monotonic() - start < 60
-    return run.returncode, seen + out
+    out, _ = run.communicate(timeout=200)
+    return run.returncode, seen + out, time.monotonic() - start
 
 
 def test_torchrun_restarts_a_rank_that_dies(shards, tmp_path):
     keys = {**MODEL, 'dataset': shards, 'eval_interval': 5, 'dropout': 0.2, 'max_iters': 60}
     whole = torchrun('--standalone', '--nproc_per_node=2', **keys, out_dir=tmp_path / 'whole')
-    code, out = kill_a_rank(tmp_path / 'killed', 1, **keys)
-    whole_out, _ = whole.communicate(timeout=120)
+    code, out, _ = kill_a_rank(tmp_path / 'killed', 1, **keys)
+    whole_out, _ = whole.communicate(timeout=200)
     assert whole.returncode == 0, whole_out
     assert code == 0 and re.search(r'resumed .*(last|ckpt)\.pt at step \d\d', out), out
     assert same(what_is_left(tmp_path / 'whole'), what_is_left(tmp_path / 'killed'))
@@ -501,8 +500,9 @@ def test_torchrun_restarts_a_rank_that_dies(shards, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_job(shards, tmp_path):
-    code, out = kill_a_rank(tmp_path / 'out', 0, **{**MODEL, 'dataset': shards, 'eval_interval': 5, 'max_iters': 10000})
-    assert code != 0 and 'Signal 9 (SIGKILL)' in out
+    keys = {**MODEL, 'dataset': shards, 'eval_interval': 5, 'max_iters': 10000}
+    code, out, seconds = kill_a_rank(tmp_path / 'out', 0, **keys)
+    assert code != 0 and 'Signal 9 (SIGKILL)' in out and seconds < 60
     assert load(tmp_path / 'out' / 'last.pt')['iter_num'] >= 20
 
 

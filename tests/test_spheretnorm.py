@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from spheretnorm import DECAYS, Bounded, ScaleNorm, retract, retract_reference
+from model import GPT, RESIDUALS, GPTConfig, Sphere
+from spheretnorm import DECAYS, Bounded, ScaleNorm, retract, retract_norm, retract_reference
 
 INF = float('inf')
 CAP = math.pi / 4
@@ -693,3 +694,94 @@ def test_a_cap_of_zero_keeps_the_stream():
 def test_wrong_arguments_are_refused(keys):
     with pytest.raises(ValueError):
         retract(**{'h': torch.ones(3, 4), 'f': torch.ones(3, 4), 'alpha': 0.5, 'p': 2.0, **keys})
+
+
+# -----------------------------------------------------------------------------
+# the retraction and the norm after it; what torch.compile and the model make of them
+
+
+@pytest.mark.parametrize('norm', ['layernorm', 'rmsnorm'])
+def test_retract_norm(norm):
+    h, f, alpha = tokens(12, 16, r=4.0)
+    gen = torch.Generator().manual_seed(1)
+    weight, bias, *g = torch.randn(26, 16, generator=gen, dtype=torch.float64).split((1, 1, 12, 12))
+    for b in (bias[0], None):
+        found = []
+        for ours in (True, False):
+            live = [x.clone().requires_grad_() for x in (h, f, alpha, weight[0])] + [b]
+            if ours:
+                out, y = retract_norm(*live, p=0.5, norm=norm)
+            else:
+                out = plain(*live[:3], 0.5, None)
+                x = out - out.mean(-1, keepdim=True) if norm == 'layernorm' else out
+                eps = 1e-5 if norm == 'layernorm' else 0
+                y = x / ((x**2).mean(-1, keepdim=True) + eps).sqrt() * live[3] + (0 if b is None else b)
+            found.append((out, y, *torch.autograd.grad((out, y), live[:4], g)))
+        for a, b_ in zip(*found):
+            torch.testing.assert_close(a, b_, rtol=1e-10, atol=1e-10)
+    out, y = retract_norm(h.float(), f.bfloat16(), 0.5, weight[0].float(), norm=norm)
+    assert out.dtype == torch.float32 and y.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match='choose layernorm or rmsnorm'):
+        retract_norm(h, f, alpha, weight[0], norm='dyt')
+
+
+class Retraction(torch.nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.p, self.step = p, Bounded(0.0, 1.0)
+        self.step.reset_parameters()
+
+    def forward(self, h, f):
+        return retract(h, f, 0.5 * self.step(), self.p, CAP)
+
+
+def test_compiles_in_one_graph():
+    # several orders in one process: then p is a variable to Dynamo, which may not break the graph
+    torch._dynamo.reset()
+    h, f, _ = tokens(4, 8, dtype=torch.float32)
+    for p in (0.5, 1.0, 2.0, INF, 0.7, 1.7):
+        module = Retraction(p)
+        grads = []
+        for run in (module, torch.compile(module, fullgraph=True, backend='aot_eager')):
+            live = [h.clone().requires_grad_(), f.clone().requires_grad_(), *module.parameters()]
+            grads.append(torch.autograd.grad(run(*live[:2]).cos().sum(), live))
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_one_graph(tmp_path, monkeypatch):
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
+    torch._dynamo.reset()
+    idx, targets = torch.randint(0, 11, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+    cases = [dict(residual=mode) for mode, row in RESIDUALS.items() if row.connection is Sphere]
+    for keys in cases + [dict(residual='cay_spheret', place='in', norm='rmsnorm')]:
+        model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=16, **keys))
+        grads = []
+        for run in (model, torch.compile(model, fullgraph=True)):
+            model.zero_grad()
+            run(idx, targets)[1].backward()
+            grads.append({name: p.grad for name, p in model.named_parameters()})
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+def test_an_rmsnorm_on_the_sphere_divides_by_the_radius():
+    # place='in': no reduction, no parameter of its own, and the gradient that the reduction would have
+    model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=16, residual='p_spheret',
+                          norm='rmsnorm', place='in')).double()
+    assert [name for name in model.state_dict() if 'radius' in name] == ['transformer.open.radius.raw']
+    with torch.no_grad():
+        model.transformer.open.radius.raw.sub_(1)
+    idx, targets = torch.randint(0, 11, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+    found = []
+    for reduce in (False, True):
+        for block in model.transformer.h:
+            for norm in (block.ln_1, block.ln_2):
+                assert norm.radius[0] is model.transformer.open.radius
+                if reduce:
+                    norm.forward = partial(torch.nn.functional.rms_norm, normalized_shape=(16,), weight=norm.weight)
+        model.zero_grad()
+        loss = model(idx, targets)[1]
+        loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+    assert not model.transformer.ln_f.radius

@@ -1,0 +1,480 @@
+"""
+Triton kernels for the sphere retraction of spheretnorm.py: one forward, one backward, at the speed of memory.
+
+A retraction is a handful of flops an element, so its price is what it moves. h' = cos(theta) h + b z is a combination
+of h and f with two numbers a token, and so are the gradients (of h, f and g): a program loads its rows once, keeps
+them in registers through every reduction, and writes its results once.
+
+    forward     reads h, f       writes h'        [NORM: and y = N(h'), the next branch's input, without reading h']
+    backward    reads h, f, g    writes dh, df    [NORM: reads the gradient of y too; h' and y are computed again]
+
+Nothing is kept for the backward but h, f and alpha. d alpha is one number a program, summed by a second kernel: no
+atomics, so a step is reproducible to the bit. Arithmetic is float32 whatever is stored.
+
+`select` says who runs; `spheretnorm.retract` asks `takes` and falls back to its plain torch form. The algebra, with
+the meaning of cos, sinc, slope and curve, is explained there: these kernels repeat spheretnorm._Retract line by line.
+Without a GPU: TRITON_INTERPRET=1 runs them in Python, and `aot` compiles them for a chip that is not there.
+"""
+import math
+import os
+import re
+import subprocess
+import tempfile
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+    jit = triton.jit
+except ImportError:  # no wheel for this platform: everything runs in plain torch
+    triton = None
+    jit = lambda fn: fn  # noqa: E731
+    tl = type('tl', (), dict(constexpr=lambda value: value))
+
+INTERPRET = os.environ.get('TRITON_INTERPRET', '0') not in ('', '0')  # what @triton.jit looks at, at import
+
+# -----------------------------------------------------------------------------
+# who runs
+
+_choice = 'auto'
+
+
+def select(choice):
+    """
+    For the whole process: 'auto' takes the kernels for tensors on CUDA where triton is installed, 'eager' never,
+    'triton' always. float64 and an alpha per token have no kernel and stay in plain torch. Raises ValueError.
+    """
+    global _choice
+    if choice not in ('auto', 'triton', 'eager'):
+        raise ValueError(f'kernels = {choice!r} does not exist: choose from auto, triton, eager')
+    if choice == 'triton' and triton is None:
+        raise ValueError("kernels = 'triton': the package triton is not installed; use kernels = 'auto'")
+    if choice == 'triton' and not INTERPRET and not torch.cuda.is_available():
+        raise ValueError("kernels = 'triton': no CUDA device; use kernels = 'auto', or set TRITON_INTERPRET=1 to run "
+                         'the kernels in the (slow) interpreter')
+    _choice = choice
+
+
+def takes(h, f, alpha):
+    """Whether the kernels run a retraction of h by f with step size alpha, a number or a tensor. Raises ValueError."""
+    if _choice == 'eager' or (_choice == 'auto' and (triton is None or not h.is_cuda)):
+        return False
+    if not h.is_cuda and not INTERPRET:
+        raise ValueError(f"kernels = 'triton', but the stream is on {h.device}: use kernels = 'auto', or set "
+                         'TRITON_INTERPRET=1')
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return h.dtype in floats and f.dtype in floats and (not torch.is_tensor(alpha) or alpha.numel() == 1)
+
+
+# -----------------------------------------------------------------------------
+# scalar functions, one value a row: x, theta (ROWS,)
+
+R2_MIN = tl.constexpr(1e-12)    # of spheretnorm
+BETA_MAX = tl.constexpr(1e12)   # a bounded angle has saturated long before; beta^2 and its powers stay float32
+LAYERNORM_EPS = tl.constexpr(1e-5)
+
+
+@jit
+def _rsqrt(x):
+    # to the last bit, where tl.rsqrt and / are approximate on a GPU: an error here would add up over the layers
+    return tl.div_rn(1.0 + 0 * x, tl.sqrt_rn(x))
+
+
+@jit
+def _atan(x):
+    # x >= 0. atan(x) = pi/2 - atan(1/x) and = pi/4 + atan((x-1)/(x+1)) bring it below tan(pi/8); Cephes' atanf there
+    t = tl.where(x > 1, 1 / tl.maximum(x, 1.0), x)
+    upper = t > 0.41421356237309503
+    t = tl.where(upper, (t - 1) / (t + 1), t)
+    z = t * t
+    y = (((8.05374449538e-2 * z - 1.38776856032e-1) * z + 1.99777106478e-1) * z - 3.33329491539e-1) * z * t + t
+    y = tl.where(upper, y + 0.7853981633974483, y)
+    return tl.where(x > 1, 1.5707963267948966 - y, y)
+
+
+@jit
+def _sincos(theta):
+    # theta >= 0. tl.sin and tl.cos carry a slow path for any float; here k quarter turns are taken off in three pieces
+    # (Cody and Waite; exact below k = 2^15, and past theta = 1e5 a float32 hardly knows its angle), and Cephes'
+    # polynomials do the rest, in [-pi/4, pi/4]
+    k = tl.floor(theta * 0.6366197723675814 + 0.5)
+    y = ((theta - k * 1.5703125) - k * 4.837512969970703125e-4) - k * 7.54978995489188216e-8
+    y = tl.minimum(tl.maximum(y, -0.7853982), 0.7853982)
+    z = y * y
+    s = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * y + y
+    c = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1
+    quarter = k - 4 * tl.floor(k / 4)
+    odd = (quarter == 1) | (quarter == 3)
+    sin = tl.where(odd, c, s)
+    cos = tl.where(odd, s, c)
+    return tl.where(quarter >= 2, -sin, sin), tl.where((quarter == 1) | (quarter == 2), -cos, cos)
+
+
+@jit
+def _rotation(x, INV_P: tl.constexpr, X_CAP: tl.constexpr, SIN_CAP: tl.constexpr, COS_CAP: tl.constexpr):
+    # cos(theta), sinc = sin(theta)/beta, slope = d theta/d beta and curve = sinc'/beta as functions of x = beta^2, for
+    # the order p = 1/INV_P: spheretnorm._rotation. The first three orders need neither sine nor arctangent.
+    if INV_P == 1:
+        cos = _rsqrt(1 + x)
+        sinc = cos
+        slope = cos * cos
+        curve = -cos * slope
+    elif INV_P == 0.5:
+        slope = tl.div_rn(1.0 + 0 * x, 1 + x / 4)
+        sinc = slope
+        cos = (1 - x / 4) * sinc
+        curve = -sinc * sinc / 2
+    elif INV_P == 2:
+        k = _rsqrt(1 + 4 * x)
+        cos = tl.sqrt_rn((1 + k) / 2)
+        sinc = tl.div_rn(k, cos)
+        slope = k * k
+        curve = -2 * k * slope * (k + 2) / ((1 + k) * cos)
+    else:
+        Q: tl.constexpr = INV_P * INV_P  # 0 for p = inf
+        # series where the closed form of curve cancels
+        small = x * (1 + Q) < 2e-2
+        t = tl.where(small, x, 0.0)
+        S1: tl.constexpr = -(1 + 2 * Q) / 6
+        S2: tl.constexpr = (1 + 20 * Q + 24 * Q * Q) / 120
+        S3: tl.constexpr = -(1 + 70 * Q + 784 * Q * Q + 720 * Q * Q * Q) / 5040
+        C2: tl.constexpr = (1 + 8 * Q) / 24
+        C3: tl.constexpr = -(1 + 40 * Q + 184 * Q * Q) / 720
+        x1 = tl.where(small, 1.0, x)
+        beta = tl.sqrt_rn(x1)
+        theta = beta
+        if INV_P > 0:
+            theta = _atan(beta * INV_P) / INV_P
+        sin, cos = _sincos(theta)
+        slope = 1 / (1 + Q * x)
+        sinc = tl.where(small, 1 + t * (S1 + t * (S2 + t * S3)), sin / beta)
+        curve = tl.where(small, 2 * S1 + t * (4 * S2 + t * 6 * S3), (cos * slope - sin / beta) / x1)
+        cos = tl.where(small, 1 + t * (-0.5 + t * (C2 + t * C3)), cos)
+    if X_CAP >= 0:  # past the cap the angle is constant
+        capped = x > X_CAP
+        inv = _rsqrt(tl.where(capped, x, 1.0))
+        cos = tl.where(capped, COS_CAP, cos)
+        sinc = tl.where(capped, SIN_CAP * inv, sinc)
+        slope = tl.where(capped, 0.0, slope)
+        curve = tl.where(capped, -SIN_CAP * inv * inv * inv, curve)
+    return cos, sinc, slope, curve
+
+
+def _constants(p, max_angle):
+    """What `_rotation` takes besides x. X_CAP = -1: the angle has no cap, or one that it cannot reach."""
+    inv_p = 0.0 if math.isinf(p) else 1 / p
+    if p <= 1 or max_angle is None or max_angle >= p * math.pi / 2:
+        return dict(INV_P=inv_p, X_CAP=-1.0, SIN_CAP=0.0, COS_CAP=1.0)
+    beta = max_angle if math.isinf(p) else p * math.tan(max_angle / p)
+    return dict(INV_P=inv_p, X_CAP=beta * beta, SIN_CAP=math.sin(max_angle), COS_CAP=math.cos(max_angle))
+
+
+# -----------------------------------------------------------------------------
+# the kernels
+
+
+@jit
+def _frame(h, f, alpha):
+    # What both directions start from. h, f (ROWS, BLOCK) in float32 -> r^2, c = h.f/r^2, z = f - c h, s/r, alpha, beta.
+    # z.z comes from z itself, for f.f - (h.f)^2/r^2 cancels
+    hh = tl.maximum(tl.sum(h * h, axis=1), R2_MIN)
+    c = tl.sum(h * f, axis=1) / hh
+    z = f - c[:, None] * h
+    ratio = tl.sqrt_rn(tl.sum(z * z, axis=1)) / tl.sqrt_rn(hh)
+    beta = alpha * ratio
+    shrink = BETA_MAX / tl.maximum(tl.abs(beta), BETA_MAX)  # 1 but for a huge f, which this keeps from overflowing
+    return hh, c, z, ratio, alpha * shrink, beta * shrink
+
+
+@jit
+def _statistics(h, f, hh, a, b, D: tl.constexpr, NORM: tl.constexpr):
+    # mean (subtracted) and 1/deviation of h' = a h + b f, without looking at h': its norm is that of h, and its mean
+    # follows from theirs. variance = r^2/d - mean^2 loses digits where a row is nearly constant, which no stream is
+    mean = tl.zeros_like(hh)
+    if NORM == 'layernorm':
+        mean = (a * tl.sum(h, axis=1) + b * tl.sum(f, axis=1)) / D
+        rstd = _rsqrt(tl.maximum(hh / D - mean * mean, 0.0) + LAYERNORM_EPS)
+    else:
+        rstd = _rsqrt(hh / D)
+    return mean, rstd
+
+
+@jit
+def _forward(h_ptr, f_ptr, alpha_ptr, weight_ptr, bias_ptr, out_ptr, y_ptr, n, h_stride, f_stride,
+             D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+             INV_P: tl.constexpr, X_CAP: tl.constexpr, SIN_CAP: tl.constexpr, COS_CAP: tl.constexpr):
+    """
+    One program: ROWS of the n rows, each of D elements in BLOCK >= D, a power of two.
+    h, f (n, D) with a stride between rows; out = h' and, with NORM, y = N(h') (n, D), contiguous.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # int64: n D may pass 2^31
+    col = tl.arange(0, BLOCK)
+    mask = (row < n)[:, None] & (col < D)[None, :]
+    h = tl.load(h_ptr + row[:, None] * h_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    f = tl.load(f_ptr + row[:, None] * f_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+
+    hh, c, z, ratio, alpha, beta = _frame(h, f, tl.load(alpha_ptr))
+    cos, sinc, slope, curve = _rotation(beta * beta, INV_P, X_CAP, SIN_CAP, COS_CAP)
+    b = alpha * sinc  # r sin(theta)/s
+    out = cos[:, None] * h + b[:, None] * z
+    at = row[:, None] * D + col[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+    if NORM is not None:
+        mean, rstd = _statistics(h, f, hh, cos - b * c, b, D, NORM)
+        weight = tl.load(weight_ptr + col, mask=col < D, other=0.0).to(tl.float32)
+        y = (out - mean[:, None]) * rstd[:, None] * weight[None, :]
+        if BIAS:
+            y += tl.load(bias_ptr + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _backward(g_ptr, gy_ptr, h_ptr, f_ptr, alpha_ptr, weight_ptr, dh_ptr, df_ptr, dalpha_ptr, dweight_ptr, dbias_ptr,
+              n, turns, g_stride, gy_stride, h_stride, f_stride,
+              D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+              INV_P: tl.constexpr, X_CAP: tl.constexpr, SIN_CAP: tl.constexpr, COS_CAP: tl.constexpr):
+    """
+    One program: ROWS rows, `turns` times; more than once only with NORM, whose gradients of weight and bias are as wide
+    as a row and should be added up before they are written. g, gy, h, f (n, D) with a stride between rows, g the
+    gradient of h' and gy that of y; dh, df (n, D) contiguous; dalpha (programs,), dweight, dbias (programs, D).
+    """
+    program = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    alpha_in = tl.load(alpha_ptr)
+    dalpha = tl.zeros([ROWS], tl.float32)
+    if NORM is not None:
+        weight = tl.load(weight_ptr + col, mask=col < D, other=0.0).to(tl.float32)
+        dweight = tl.zeros([BLOCK], tl.float32)
+        dbias = tl.zeros([BLOCK], tl.float32)
+    for turn in range(turns):
+        row = (program * turns + turn) * ROWS + tl.arange(0, ROWS)
+        mask = (row < n)[:, None] & (col < D)[None, :]
+        h = tl.load(h_ptr + row[:, None] * h_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        f = tl.load(f_ptr + row[:, None] * f_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(g_ptr + row[:, None] * g_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+
+        hh, c, z, ratio, alpha, beta = _frame(h, f, alpha_in)
+        cos, sinc, slope, curve = _rotation(beta * beta, INV_P, X_CAP, SIN_CAP, COS_CAP)
+        b = alpha * sinc
+
+        if NORM is not None:  # y = N(h') hands its gradient to h'
+            gy = tl.load(gy_ptr + row[:, None] * gy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            mean, rstd = _statistics(h, f, hh, cos - b * c, b, D, NORM)
+            y = (cos[:, None] * h + b[:, None] * z - mean[:, None]) * rstd[:, None]  # before weight and bias
+            dweight += tl.sum(gy * y, axis=0)
+            if BIAS:
+                dbias += tl.sum(gy, axis=0)
+            gy = gy * weight[None, :]
+            dy = gy - y * (tl.sum(gy * y, axis=1) / D)[:, None]
+            if NORM == 'layernorm':
+                dy -= (tl.sum(gy, axis=1) / D)[:, None]
+            g += rstd[:, None] * dy
+
+        gh = tl.sum(g * h, axis=1)
+        gz = tl.sum(g * z, axis=1)
+        m = alpha * curve * gz - slope * sinc * gh  # (dL / d beta) / beta
+        u = m * alpha * alpha / hh
+        w = b * gh / hh
+        df = b[:, None] * g + u[:, None] * z - w[:, None] * h
+        dh = (cos - b * c)[:, None] * g - (w + u * c)[:, None] * z + (w * c - m * beta * beta / hh)[:, None] * h
+        at = row[:, None] * D + col[None, :]
+        tl.store(df_ptr + at, df.to(df_ptr.dtype.element_ty), mask=mask)
+        tl.store(dh_ptr + at, dh.to(dh_ptr.dtype.element_ty), mask=mask)
+        dalpha += slope * (cos * gz - sinc * beta * ratio * gh)
+    tl.store(dalpha_ptr + program, tl.sum(dalpha, axis=0))
+    if NORM is not None:
+        tl.store(dweight_ptr + program * D + col, dweight, mask=col < D)
+        if BIAS:
+            tl.store(dbias_ptr + program * D + col, dbias, mask=col < D)
+
+
+# -----------------------------------------------------------------------------
+# launching
+
+PROGRAMS = 528  # of the backward with NORM: 4 for each of the 132 multiprocessors of an H100
+ELEMENTS = 2**17 if INTERPRET else 512  # of a program at least; to the interpreter a program costs the same at any size
+
+
+def tile(width):
+    """BLOCK and ROWS of a program, and its number of warps: 8 elements a thread, as far as 16 warps reach."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, ELEMENTS // block)
+    return dict(BLOCK=block, ROWS=rows), min(max(block * rows // 256, 1), 16)
+
+
+def _rows(x):
+    """(..., D) -> (n, D), a copy only where elements of a row are not neighbours or rows not evenly spaced."""
+    x = x.reshape(-1, x.shape[-1])  # (n, D)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _launch_forward(h, f, alpha, weight, bias, p, max_angle, norm):
+    out = torch.empty_like(h, memory_format=torch.contiguous_format)
+    y = torch.empty_like(f, memory_format=torch.contiguous_format) if norm else None
+    h, f = _rows(h), _rows(f)
+    n, D = h.shape
+    sizes, warps = tile(D)
+    if n:
+        with torch.cuda.device_of(h):  # Triton launches on the current device
+            _forward[triton.cdiv(n, sizes['ROWS']),](
+                h, f, alpha, weight, bias, out, y, n, h.stride(0), f.stride(0), D=D, NORM=norm, BIAS=bias is not None,
+                **sizes, **_constants(p, max_angle), num_warps=warps)
+    return out, y
+
+
+def _launch_backward(g, gy, h, f, alpha, weight, bias, p, max_angle, norm):
+    dh = torch.empty_like(h, memory_format=torch.contiguous_format)
+    df = torch.empty_like(f, memory_format=torch.contiguous_format)
+    h, f, g, gy = _rows(h), _rows(f), _rows(g), None if gy is None else _rows(gy)
+    n, D = h.shape
+    sizes, warps = tile(D)
+    turns = triton.cdiv(n, sizes['ROWS'] * PROGRAMS) if norm else 1
+    programs = triton.cdiv(n, sizes['ROWS'] * max(turns, 1))
+    dalpha = torch.empty(programs, device=h.device)
+    dweight = torch.empty(programs, D, device=h.device) if norm else None
+    dbias = torch.empty(programs, D, device=h.device) if bias is not None else None
+    if n:
+        with torch.cuda.device_of(h):
+            _backward[programs,](
+                g, gy, h, f, alpha, weight, dh, df, dalpha, dweight, dbias, n, turns, g.stride(0),
+                0 if gy is None else gy.stride(0), h.stride(0), f.stride(0), D=D, NORM=norm, BIAS=bias is not None,
+                **sizes, **_constants(p, max_angle), num_warps=warps)
+    return (dh, df, dalpha.sum().to(alpha.dtype).reshape(alpha.shape),
+            None if dweight is None else dweight.sum(0).to(weight.dtype),
+            None if dbias is None else dbias.sum(0).to(bias.dtype))
+
+
+# -----------------------------------------------------------------------------
+# the operators: what torch.compile and autograd see
+
+
+@torch.library.custom_op('sphere::retract', mutates_args=())
+def retract_op(h: torch.Tensor, f: torch.Tensor, alpha: torch.Tensor, p: float, max_angle: float | None
+               ) -> torch.Tensor:
+    return _launch_forward(h, f, alpha, None, None, p, max_angle, None)[0]
+
+
+@torch.library.custom_op('sphere::retract_backward', mutates_args=())
+def retract_backward_op(g: torch.Tensor, h: torch.Tensor, f: torch.Tensor, alpha: torch.Tensor, p: float,
+                        max_angle: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _launch_backward(g, None, h, f, alpha, None, None, p, max_angle, None)[:3]
+
+
+@torch.library.custom_op('sphere::retract_norm', mutates_args=())
+def retract_norm_op(h: torch.Tensor, f: torch.Tensor, alpha: torch.Tensor, weight: torch.Tensor,
+                    bias: torch.Tensor | None, p: float, max_angle: float | None, norm: str
+                    ) -> tuple[torch.Tensor, torch.Tensor]:
+    return _launch_forward(h, f, alpha, weight, bias, p, max_angle, norm)
+
+
+@torch.library.custom_op('sphere::retract_norm_backward', mutates_args=())
+def retract_norm_backward_op(g: torch.Tensor, gy: torch.Tensor, h: torch.Tensor, f: torch.Tensor, alpha: torch.Tensor,
+                             weight: torch.Tensor, bias: torch.Tensor | None, p: float, max_angle: float | None,
+                             norm: str) -> list[torch.Tensor]:  # dh, df, dalpha, dweight and, with a bias, dbias
+    return [d for d in _launch_backward(g, gy, h, f, alpha, weight, bias, p, max_angle, norm) if d is not None]
+
+
+def _like(*tensors):
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors if t is not None)
+
+
+retract_op.register_fake(lambda h, f, alpha, p, max_angle: _like(h)[0])
+retract_backward_op.register_fake(lambda g, h, f, alpha, p, max_angle: _like(h, f, alpha))
+retract_norm_op.register_fake(lambda h, f, alpha, weight, bias, p, max_angle, norm: _like(h, f))
+retract_norm_backward_op.register_fake(
+    lambda g, gy, h, f, alpha, weight, bias, p, max_angle, norm: list(_like(h, f, alpha, weight, bias)))
+
+
+def _save(ctx, inputs, output):
+    h, f, alpha, ctx.p, ctx.max_angle = inputs
+    ctx.save_for_backward(h, f, alpha)
+
+
+def _save_norm(ctx, inputs, output):
+    h, f, alpha, weight, bias, *ctx.options = inputs
+    ctx.save_for_backward(h, f, alpha, weight, bias)
+
+
+def _norm_gradients(ctx, g, gy):
+    grads = retract_norm_backward_op(g, gy, *ctx.saved_tensors, *ctx.options)
+    return *grads, *[None] * (8 - len(grads))
+
+
+retract_op.register_autograd(
+    lambda ctx, g: (*retract_backward_op(g, *ctx.saved_tensors, ctx.p, ctx.max_angle), None, None),
+    setup_context=_save)
+retract_norm_op.register_autograd(_norm_gradients, setup_context=_save_norm)
+
+
+def _step_size(alpha, h):
+    return alpha.to(h.device, torch.float32) if torch.is_tensor(alpha) else torch.full((), alpha, device=h.device)
+
+
+def retract(h, f, alpha, p, max_angle):
+    """spheretnorm.retract where `takes(h, f, alpha)`: |h|, |f| < 1e18, error 1e-6 of the longest of h, f, g or so."""
+    return retract_op(h, f, _step_size(alpha, h), p, max_angle)
+
+
+def retract_norm(h, f, alpha, weight, bias, p, max_angle, norm):
+    """spheretnorm.retract_norm where `takes(h, f, alpha)`: h' and N(h'), the second in the type of f."""
+    return retract_norm_op(h, f, _step_size(alpha, h), weight, bias, p, max_angle, norm)
+
+
+# -----------------------------------------------------------------------------
+# what a bench needs to know
+
+
+def least_bytes(n, width, direction, stream=4, branch=4, norm=None):
+    """
+    Bytes that a kernel must move for n rows: stream and branch in bytes an element, every tensor once; with norm, N(h')
+    or its gradient on top. Left out: alpha, a partial d alpha, and with norm what belongs to no row (the weights, which
+    stay in the cache, and PROGRAMS rows of their gradients).
+    """
+    row = {'forward': 2 * stream + branch, 'backward': 3 * stream + 2 * branch}[direction] + (branch if norm else 0)
+    return n * width * row
+
+
+def aot(capability, width, direction, stream='fp32', branch='bf16', norm=None, p=0.5, max_angle=None, bias=True):
+    """
+    Compiles a kernel for an NVIDIA chip that need not be there: capability 80 (A100), 90 (H100, H200), 100 (B200).
+    Returns registers a thread, spills and stack (bytes a thread), shared memory (bytes a program), warps, and the ptx.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    assert not INTERPRET, 'the interpreter compiles nothing: unset TRITON_INTERPRET'
+    kernel = {'forward': _forward, 'backward': _backward}[direction]
+    sizes, warps = tile(width)
+    constants = dict(D=width, NORM=norm, BIAS=bool(norm) and bias, **sizes, **_constants(p, max_angle))
+    types = dict.fromkeys(('h_ptr', 'g_ptr', 'out_ptr', 'dh_ptr'), '*' + stream)
+    types |= dict.fromkeys(('f_ptr', 'df_ptr', 'y_ptr', 'gy_ptr'), '*' + branch)
+    absent = () if norm else ('y_ptr', 'gy_ptr', 'weight_ptr', 'bias_ptr', 'dweight_ptr', 'dbias_ptr', 'gy_stride')
+    signature, aligned = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants or name in absent:
+            signature[name] = 'constexpr'
+            constants.setdefault(name, None)
+        elif name.endswith('_ptr'):
+            signature[name] = types.get(name, '*fp32')
+        else:
+            signature[name] = 'i32'
+        if name.endswith('_ptr') and name not in absent or name.endswith('_stride') and width % 16 == 0:
+            aligned[i,] = [['tt.divisibility', 16]]  # as torch's allocator and a launch would have it
+    source = ASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget('cuda', capability, 32), options=dict(num_warps=warps))
+    ptx = compiled.asm['ptx']
+    folder = os.path.join(os.path.dirname(triton.__file__), 'backends', 'nvidia', 'bin')
+    chip = re.search(r'\.target\s+(sm_\w+)', ptx).group(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = os.path.join(scratch, 'kernel.ptx')
+        with open(path, 'w') as file:
+            file.write(ptx)
+        ptxas = os.path.join(folder, 'ptxas-blackwell' if capability >= 100 else 'ptxas')
+        log = subprocess.run([ptxas, '-v', f'--gpu-name={chip}', path, '-o', os.devnull], capture_output=True,
+                             text=True, check=True).stderr
+    stack, stores, loads = re.search(r'(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads',
+                                     log).groups()
+    return dict(registers=int(re.search(r'Used (\d+) registers', log).group(1)), spills=int(stores) + int(loads),
+                stack=int(stack), shared=compiled.metadata.shared, warps=warps, ptx=ptx)
