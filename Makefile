@@ -7,7 +7,7 @@ RUN := .venv/bin/python
 
 train: .venv/installed data/shakespeare_char/meta.json
 	$(RUN) train.py config/default.py $(ARGS)
-	$(RUN) sample.py --out_dir=out --num_samples=1
+	$(RUN) sample.py --num_samples=1 $(or $(filter --out_dir=%,$(ARGS)),--out_dir=out)
 
 test: .venv/installed-tests
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2

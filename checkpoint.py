@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import UserError, require
+from configurator import UserError, explain, require
 from data.common import lock, replace_file
 from model import GPT, GPTConfig
 
@@ -108,7 +108,7 @@ def build_model(model_args, what='the model'):
     try:
         return GPT(GPTConfig(**model_args))
     except (ValueError, TypeError, RuntimeError) as e:  # RuntimeError: more memory than there is
-        raise UserError(f'{what}: {str(e).splitlines()[0][:300]}') from None
+        raise UserError(f'{what}: {explain(e) or str(e).splitlines()[0][:300]}') from None
 
 
 def save_checkpoint(checkpoint, path):
@@ -137,7 +137,8 @@ def keep_copies(path, step, n):
             os.link(path, copy)
         except OSError:  # a file system without links
             replace_file(copy, lambda aside: shutil.copyfile(path, aside))
-        for old in sorted(glob.glob(os.path.join(glob.escape(out_dir), 'step_*.pt')))[:-n]:
+        copies = glob.glob(os.path.join(glob.escape(out_dir), 'step_*.pt'))
+        for old in sorted(copies, key=os.path.getmtime)[:-n]:  # not by step: some may be of an older run
             os.remove(old)
     except OSError as e:
         raise UserError(f'{copy}: could not be written ({e.strerror}); {path} is complete') from None
@@ -151,7 +152,8 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:  # a damaged file makes torch.load raise anything, or advise to read it unsafely
         raise UserError(f'{path}: not a checkpoint, a damaged one, or one that would run code when read '
-                        f'({type(e).__name__}); take another with --init_from=FILE, or train again') from None
+                        f'({type(e).__name__}); remove it to resume from an older one, or take another with '
+                        '--init_from=FILE') from None
     if not (isinstance(checkpoint, dict) and all(isinstance(checkpoint.get(k), dict) for k in ('model', 'model_args'))):
         raise UserError(f'{path}: a foreign checkpoint: no model and model_args, as this repository and nanoGPT write')
     # torch.compile and DDP prefix the names; old nanoGPTs saved the causal mask, which is no parameter

@@ -6,6 +6,7 @@ The position in the data is global: what a step trains on depends on the seed an
 batch is divided over processes and micro-steps. The validation set is always the same windows of the same files.
 """
 import contextlib
+import glob
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,8 @@ def how_to_prepare(folder):
     script = os.path.join(folder, 'prepare.py')
     if os.path.isfile(script):
         return f'python {os.path.relpath(script)}'
-    script = os.path.relpath(os.path.join(ROOT, 'data', 'shakespeare_char', 'prepare.py'))
+    like = 'openwebtext' if glob.glob(os.path.join(glob.escape(folder), '*_*_*.bin')) else 'shakespeare_char'
+    script = os.path.relpath(os.path.join(ROOT, 'data', like, 'prepare.py'))
     return f'python {script} --source=FILE --out_dir={folder}'
 
 

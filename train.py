@@ -165,8 +165,8 @@ elif init_from == 'resume' or os.path.isfile(init_from):
 elif init_from.startswith('gpt2') or os.path.isdir(init_from):
     model, checkpoint = pretrained(init_from, dropout=dropout), {'tokenizer': GPT2['tokenizer']}
 else:
-    raise UserError(f'init_from = {init_from}: none of scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, nor a '
-                    'checkpoint file or a folder that exists')
+    raise UserError(f'init_from = {init_from}: none of scratch, resume, auto, gpt2, gpt2-medium, gpt2-large, gpt2-xl, nor '
+                    'a checkpoint file or a folder that exists')
 
 # where the weights come from somewhere, they decide what the model is; only the context may be made shorter
 for key in model_keys:
@@ -175,7 +175,8 @@ for key in model_keys:
         if key == 'block_size' and wanted < has:
             model.crop_block_size(wanted)
         else:
-            raise UserError(f'{init_from} has {key} = {has}, not {wanted}: drop the key, or take --init_from=scratch')
+            raise UserError(f'{init_from} has {key} = {has}, not {wanted}: drop the key or set --{key}={has}, or take '
+                            '--init_from=scratch')
     config[key] = getattr(model.config, key)
 block_size, vocab_size = model.config.block_size, model.config.vocab_size
 if vocab_size < n_vocab:
@@ -215,6 +216,8 @@ say(f'residual = {model.config.residual}: {model.get_num_params():,} parameters,
 say('{}: {:,} tokens to train on, {:,} to validate on'.format(
     data_dir, *(sum(map(len, files[split])) for split in ('train', 'val'))))
 say(f'{tokens_per_step:,} tokens a step, on {device} in {dtype}' + (f', {world} processes' if ddp else ''))
+if writes and not resuming and latest_checkpoint(out_dir):
+    say(f'note: {out_dir} has a run already, which this one replaces')
 for key in sorted((given & set(model_keys)) - model.used):
     say(f'note: {key} has no effect with residual = {model.config.residual}')
 

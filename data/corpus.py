@@ -473,7 +473,8 @@ def prepare_locked(prefix, hub, source, out_dir, max_tokens, shard_tokens, worke
             raise UserError(f'--out_dir={out_dir}: has shards from another {" and ".join(differ)}; take another '
                             'folder, or delete what is in it')
     else:
-        wanted['shard_tokens'] = shard_tokens or min(SHARD_TOKENS, max(1, (max_tokens or sys.maxsize) // 10))
+        about = min(max_tokens or sys.maxsize, int(found['tokens']))  # ten shards at least, also of a small corpus
+        wanted['shard_tokens'] = shard_tokens or min(SHARD_TOKENS, max(1, about // 10))
         progress = {**wanted, 'shards': {}}
 
     # what is there: the finished shards up to the first that is missing, whatever they were before

@@ -202,6 +202,15 @@ def test_keep_checkpoints(train, tmp_path):
     assert [line['step'] for line in run.log if 'loss' in line] == list(range(1, 11))
 
 
+def test_a_new_run_over_an_old_one(train, tmp_path, capsys):
+    train(max_iters=8, eval_interval=4, keep_checkpoints=2)
+    assert 'has a run already' not in capsys.readouterr().out
+    train(max_iters=4, eval_interval=2, keep_checkpoints=2)
+    assert f'note: {tmp_path}/out has a run already, which this one replaces' in capsys.readouterr().out
+    kept = sorted(name for name in os.listdir(tmp_path / 'out') if name.startswith('step_'))
+    assert kept == ['step_00000002.pt', 'step_00000004.pt']  # the newest, not those of the highest steps
+
+
 def test_keep_checkpoints_without_links(train, tmp_path, monkeypatch):
     def no_links(*args):
         raise OSError(95, 'Operation not supported')
@@ -559,8 +568,12 @@ def test_nodes_that_do_not_share_the_out_dir(shards, tmp_path, monkeypatch):
 @pytest.mark.parametrize('mode', RESIDUALS)
 def test_compiled_is_eager(train, tmp_path, mode):
     """Losses of 5 steps, and checkpoints that cross over: saved compiled and loaded eager, and back."""
+    torch._dynamo.reset()  # it gives up, and runs eager, after a few models in one process
+    torch._dynamo.utils.counters.clear()
     keys = dict(residual=mode, n_layer=1, max_iters=5, eval_interval=5, learning_rate=1e-3)
     logs = [train(**keys, compile=value, out_dir=tmp_path / str(value)) for value in (False, True)]
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] >= 2  # training and evaluation
+    assert not torch._dynamo.utils.counters['graph_break']
     for name in ('losses', 'val_losses'):
         assert getattr(logs[0], name) == pytest.approx(getattr(logs[1], name), abs=1e-4)
     for saved, loaded in ((False, True), (True, False)):

@@ -19,7 +19,7 @@ max_tokens = 0        # stop after so many, validation included; 0 = all
 
 # where and how to write
 out_dir = ''          # the folder to write into; '' = this script's own
-shard_tokens = 0      # tokens a shard; shard 0 is the validation set; 0 = 100M, or a tenth of max_tokens if less
+shard_tokens = 0      # tokens a shard; shard 0 is the validation set; 0 = 100M, or a tenth of the corpus if less
 workers = 0           # processes that encode; the shards do not depend on it; 0 = one a core, at most 8
 
 SAMPLES = {'sample-10BT': ('sample/10BT/', 10e9), 'sample-100BT': ('sample/100BT/', 100e9)}
