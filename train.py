@@ -165,8 +165,8 @@ elif init_from == 'resume' or os.path.isfile(init_from):
 elif init_from.startswith('gpt2') or os.path.isdir(init_from):
     model, checkpoint = pretrained(init_from, dropout=dropout), {'tokenizer': GPT2['tokenizer']}
 else:
-    raise UserError(f'init_from = {init_from}: none of scratch, resume, auto, gpt2, gpt2-medium, gpt2-large, gpt2-xl, nor '
-                    'a checkpoint file or a folder that exists')
+    raise UserError(f'init_from = {init_from}: none of scratch, resume, auto, gpt2, gpt2-medium, gpt2-large, gpt2-xl, '
+                    'nor a checkpoint file or a folder that exists')
 
 # where the weights come from somewhere, they decide what the model is; only the context may be made shorter
 for key in model_keys:
