@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch._dynamo  # noqa: F401  loaded once for all forks, as AdamW wants it
 from conftest import ROOT, TINY, read_log
+from tqdm import tqdm
 
 from configurator import UserError
 
@@ -48,6 +49,7 @@ class Forked:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             torch.set_num_threads(1)
+            tqdm.set_lock(threading.RLock())  # its own is shared with forks: killing one would lock the others out
             pyplot = MagicMock()  # loss.png is the slow part of a tiny run
             pyplot.subplots.return_value = MagicMock(), MagicMock()
             sys.modules['matplotlib.pyplot'], sys.argv, code = pyplot, words[1:], 1
@@ -254,6 +256,7 @@ def test_killed_grid_goes_on_to_the_same(grid, data, tmp_path, orphan):
         pid = os.fork()
         if not pid:
             os.setsid()
+            tqdm.set_lock(threading.RLock())
             os.dup2(os.open(tmp_path / 'log', os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
             try:
                 run_ablate('-j2', **keys)
