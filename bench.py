@@ -157,6 +157,8 @@ class Step:
             self.model = GPT(GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head,
                                        n_embd=n_embd, bias=bias, residual=mode, n_streams=n)).to(device)
             self.optimizer = self.model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), device.type)
+        if dtype == 'float64':
+            self.model.double()
         self.kernels = 'triton' if 'triton' in engine else 'eager'
         self.compiled = torch.compile(self.model, fullgraph=True) if 'compile' in engine else self.model
         self.idx, self.targets = torch.randint(0, vocab_size, (2, batch_size, block_size), device=device)

@@ -13,7 +13,9 @@ import os
 import re
 import resource
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -211,7 +213,28 @@ def pretrained(name, **overrides):
 
 
 # -----------------------------------------------------------------------------
-# the other files of a run
+# the end and the other files of a run
+
+
+def catch_signals(loud):
+    """
+    From now on SIGINT and SIGTERM only say that they came: the caller finishes its step, saves and ends. A second one
+    that is not torchrun's or Slurm's copy of the first quits at once. Returns signal -> when it first came, a dict that
+    fills. loud: print a line.
+    """
+    came = {}
+
+    def on_signal(number, frame):
+        if time.monotonic() - came.setdefault(number, time.monotonic()) > 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif loud:
+            name = signal.Signals(number).name
+            with contextlib.suppress(OSError):  # nobody may read it any more
+                os.write(2, f'\n{name}: saving after this step; once more quits at once\n'.encode())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return came
 
 
 def lock_out_dir(out_dir):

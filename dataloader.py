@@ -133,7 +133,7 @@ class Windows:
 
     def __init__(self, files, block_size):
         self.files, self.block_size = files, block_size
-        self.counts = np.array([(len(file) - 1) // block_size for file in files])
+        self.counts = np.array([max(len(file) - 1, 0) // block_size for file in files])
         self.total = int(self.counts.sum())
         self.unreleased, self.touched = 0, set()
 

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from checkpoint import (DTYPES, Metrics, autocast, build_model, keep_copies, latest_checkpoint, load_checkpoint,
-                        lock_out_dir, model_from_checkpoint, peak_flops, peak_memory, pick_device, pick_kernels,
-                        pretrained, restore, save_checkpoint, start_process_group)
+from checkpoint import (DTYPES, Metrics, autocast, build_model, catch_signals, keep_copies, latest_checkpoint,
+                        load_checkpoint, lock_out_dir, model_from_checkpoint, peak_flops, peak_memory, pick_device,
+                        pick_kernels, pretrained, restore, save_checkpoint, start_process_group)
 from configurator import UserError, configure, require
 from dataloader import GPT2, ORDERS, TrainLoader, find_dataset, open_dataset, read_meta, val_batches
 from model import CHOICES, GPTConfig
@@ -135,12 +135,18 @@ pyplot = require('matplotlib.pyplot', 'loss.png') if not eval_only else None
 
 def say(line):
     if master:
-        tqdm.write(line)
+        try:
+            tqdm.write(line)
+        except BrokenPipeError:  # the reader is gone, as tee is after Ctrl-C; the run is not
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-# a restart by torchrun goes on from the last checkpoint
+# a restart by torchrun goes on from the last checkpoint of its job
+job = os.environ.get('TORCHELASTIC_RUN_ID')
 if init_from == 'auto' or int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)):
-    init_from = 'resume' if latest_checkpoint(out_dir) else 'scratch' if init_from == 'auto' else init_from
+    newest = latest_checkpoint(out_dir)
+    own = newest and (init_from == 'auto' or load_checkpoint(newest).get('job') == job)
+    init_from = 'resume' if own else 'scratch' if init_from == 'auto' else init_from
 resuming = init_from == 'resume'
 writes = master and not eval_only
 out_dir_lock = lock_out_dir(out_dir) if writes and resuming and latest_checkpoint(out_dir) else None
@@ -242,11 +248,11 @@ health = {}  # of the stream, at the last evaluation
 
 
 @torch.no_grad()
-def evaluate():
-    """Mean loss in nats over the validation windows; rank 0 also looks at the health of the stream."""
+def evaluate(max_tokens):
+    """Mean loss in nats over validation windows (0 = all); rank 0 also looks at the health of the stream."""
     raw_model.eval()
     total, count = 0.0, 0
-    for x, y, n in val_batches(files['val'], batch_size, block_size, eval_tokens, device, rank, world):
+    for x, y, n in val_batches(files['val'], batch_size, block_size, max_tokens, device, rank, world):
         with autocast(device, dtype):
             _, loss = eval_model(x, y)
         total, count = total + loss.item() * n, count + n
@@ -284,6 +290,7 @@ def save(name):
         'loader': loader.state_dict(),
         'scaler': scaler.state_dict(),
         'wandb_id': wandb_id,
+        'job': job,
     }, os.path.join(out_dir, name))
 
 
@@ -329,20 +336,8 @@ class Watch:
         self.step = None
 
 
-signals = {}  # number -> when it came first
-
-
-def on_signal(number, frame):
-    """SIGINT, SIGTERM: finish the step, save and end. A second one, if it is not torchrun's or Slurm's copy, quits."""
-    if time.monotonic() - signals.setdefault(number, time.monotonic()) > 1:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    elif master:
-        os.write(2, b'\n%s: saving after this step; once more quits at once\n' % signal.Signals(number).name.encode())
-
-
 if eval_only:
-    say(f'step {iter_num}: validation loss {evaluate():.4f}')
+    say(f'step {iter_num}: validation loss {evaluate(eval_tokens):.4f}')
     sys.exit(0)
 
 # -----------------------------------------------------------------------------
@@ -356,8 +351,7 @@ if master:
         wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config, id=wandb_id, resume='allow',
                    mode='offline' if no_account else None)
     metrics = Metrics(out_dir, wandb, tokens_per_step, resume_at=iter_num if resuming else None)
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, on_signal)
+signals = catch_signals(loud=master)
 
 watch = Watch()
 first_iter, peak = iter_num, peak_flops(device)
@@ -367,7 +361,7 @@ while True:
     last = iter_num >= max_iters
     if last or iter_num % eval_interval == 0 and not watch.stop:
         watch.check()
-        val_loss = evaluate()
+        val_loss = evaluate(eval_tokens)
         stop_unless_finite(val_loss, iter_num, 'validation loss')  # before anything is saved
         better = val_loss < best_val_loss and iter_num > 0  # what has learned nothing is not worth a checkpoint
         best_val_loss = val_loss if better else best_val_loss
@@ -381,8 +375,10 @@ while True:
                 if keep_checkpoints:
                     keep_copies(os.path.join(out_dir, 'last.pt'), iter_num, keep_checkpoints)
         clock, clock_steps = time.perf_counter(), 0  # evaluating and saving is not training time
-    elif watch.stop and master:
-        save('last.pt')
+    elif watch.stop:
+        stop_unless_finite(evaluate(block_size), iter_num, 'validation loss')  # the last step may have ruined them
+        if master:
+            save('last.pt')
     if last or watch.stop:
         break
 
@@ -429,6 +425,8 @@ while True:
         clock, clock_steps = time.perf_counter(), 0
 
 bar.close()
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)  # all is saved: a late copy of the signal is no second one
 if master:
     if watch.stop and not last:
         names = ', '.join(signal.Signals(number).name for number in signals) or 'a signal to another process'

@@ -6,6 +6,7 @@ os.environ['HF_HUB_OFFLINE'] = '1'  # before transformers is imported: no test a
 import json
 import random
 import runpy
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ def run_script(name, plot=False, **keys):
             return SimpleNamespace(**runpy.run_path(str(ROOT / name), run_name='__main__'))
         finally:
             kernels.select('auto')  # of the whole process
+            signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if dist.is_initialized():
                 dist.destroy_process_group()
 

@@ -74,7 +74,7 @@ def reference(files, T, per_step, n):
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes=st.lists(st.integers(1, 90), min_size=1, max_size=5), T=st.integers(1, 12), B=st.integers(1, 4),
+@given(sizes=st.lists(st.integers(0, 90), min_size=1, max_size=5), T=st.integers(1, 12), B=st.integers(1, 4),
        micro_steps=st.sampled_from([4, 8]), n=st.integers(1, 6))
 def test_the_tokens_are_those_of_the_reference_for_any_number_of_processes(sizes, T, B, micro_steps, n):
     sizes[0] = max(sizes[0], T + 1)

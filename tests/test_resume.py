@@ -141,6 +141,36 @@ def test_a_restart_by_torchrun_goes_on(train, tmp_path, monkeypatch, capsys):
     assert 'last.pt at step 3' in capsys.readouterr().out
 
 
+def test_a_restart_leaves_an_older_run_alone(train, trained, tmp_path, monkeypatch, capsys):
+    shutil.copytree(trained, tmp_path / 'out')
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'mine')
+    train(max_iters=3)
+    assert 'resumed' not in capsys.readouterr().out
+    train()
+    assert 'last.pt at step 3' in capsys.readouterr().out
+
+
+def test_a_signal_does_not_save_ruined_weights(train, trained, tmp_path, monkeypatch, snapshot):
+    shutil.copytree(trained, tmp_path / 'out')
+    before = snapshot(tmp_path / 'out')
+    signal_at(monkeypatch, 6, signal.SIGTERM)
+    with pytest.raises(UserError, match='the validation loss of step 7 is (nan|inf)'):
+        train(init_from='resume', max_iters=20, learning_rate=1e38, grad_clip=0, eval_interval=100)
+    assert snapshot(tmp_path / 'out')['last.pt'] == before['last.pt']
+
+
+def test_a_broken_pipe_loses_nothing(data, tmp_path):
+    keys = dict(dataset=data, out_dir=tmp_path / 'out', device='cpu', n_layer=1, n_head=1, n_embd=8, block_size=16,
+                batch_size=1, gradient_accumulation_steps=1, max_iters=10**6, eval_interval=10**6, log_interval=1)
+    run = subprocess.Popen([sys.executable, '-u', 'train.py', *words(keys)], cwd=ROOT, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for(run, 'step 5:')
+    run.stdout.close()
+    run.send_signal(signal.SIGINT)
+    assert run.wait(timeout=60) == 0 and load(tmp_path / 'out' / 'last.pt')['iter_num'] >= 5
+
+
 def test_changed_settings_are_named(train, trained, tmp_path, capsys):
     shutil.copytree(trained, tmp_path / 'out')
     keys = dict(init_from='resume', max_iters=8, eval_interval=2, log_interval=2, learning_rate=2e-2, weight_decay=0.5,
