@@ -13,11 +13,11 @@ Whatever is compared takes turns, call by call, in one process, so that a slower
 A ratio is the median of the call-by-call ratios, with its 95% bootstrap interval. A step is forward, backward, clip and
 AdamW. Tables are printed and, with all numbers, written to out_dir as bench.json and bench.png.
 """
-import importlib.util
 import json
 import math
 import os
 import platform
+import runpy
 import sys
 import time
 
@@ -26,9 +26,9 @@ import torch
 from tqdm import tqdm
 
 import kernels as fused
-from checkpoint import DTYPES, autocast, pick_device
+from checkpoint import DTYPES, autocast, build_model, pick_device
 from configurator import UserError, configure, require
-from model import GPT, RESIDUALS, GPTConfig, Hyper
+from model import RESIDUALS, Hyper
 from spheretnorm import MAX_ANGLE, retract, retract_reference
 
 # -----------------------------------------------------------------------------
@@ -148,14 +148,16 @@ class Step:
     def __init__(self, mode, engine, n=n_streams):
         torch.manual_seed(0)
         if mode == 'yardstick':
-            spec = importlib.util.spec_from_file_location('yardstick', yardstick)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            self.model = module.PlainGPT(vocab_size, block_size, n_layer, n_head, n_embd).to(device)
+            try:
+                plain = runpy.run_path(yardstick)['PlainGPT'](vocab_size, block_size, n_layer, n_head, n_embd)
+            except Exception as e:  # whatever it is, it is the file's
+                raise UserError(f'yardstick = {yardstick}: no PlainGPT comes out of it ({type(e).__name__}: '
+                                f'{e})') from None
+            self.model = plain.to(device)
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
         else:
-            self.model = GPT(GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head,
-                                       n_embd=n_embd, bias=bias, residual=mode, n_streams=n)).to(device)
+            self.model = build_model(dict(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head,
+                                          n_embd=n_embd, bias=bias, residual=mode, n_streams=n), mode).to(device)
             self.optimizer = self.model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), device.type)
         if dtype == 'float64':
             self.model.double()
@@ -269,7 +271,7 @@ def bench_streams():
                 continue
             try:
                 cells[(kind, n), engine] = Step(kind, engine, n)
-            except ValueError as e:
+            except UserError as e:
                 refused[kind, n] = str(e)
     rows, alone = measure_steps(cells), 2 * n_layer * batch_size * block_size * n_embd * 4  # bytes, float32
     print(f'{n_layer} layers, {n_embd} wide, block {block_size}, batch {batch_size}, {device}, {dtype}, {engine}; '
@@ -284,8 +286,8 @@ def bench_streams():
                 extra = 2 * n_layer * n * n_embd * (math.factorial(n) + n * 2 + 1) if kind == 'mhc_lite' else None
                 table.append([kind, n, 'refused', None, None, None, extra and f'{extra:,} and more'])
     show(['kind', 'n', 'tokens/s', 'ratio', '95% interval', 'MiB a step', 'extra parameters'], table)
-    for (kind, n), why in refused.items():
-        print(f'{kind}, n = {n}: {why}')
+    for (_, n), why in refused.items():
+        print(f'n = {n}: {why}')
     results['streams'] = [{**r, 'mode': mode, 'n': n} for ((mode, n), _), r in list(rows.items())[1:]]
 
     def draw(axes):

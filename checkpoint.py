@@ -121,12 +121,29 @@ def save_checkpoint(checkpoint, path):
         raise UserError(f'{path}: could not be written ({why}); what was there before is untouched') from None
 
 
+def identity(path):
+    """(run, step) of a checkpoint, without reading its tensors; None if it cannot be read."""
+    try:
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        return checkpoint.get('run'), checkpoint['iter_num']
+    except Exception:  # as in load_checkpoint, which says what is wrong once it is the one to be read
+        return None
+
+
 def latest_checkpoint(out_dir):
-    """The newest checkpoint of a run, None if it has none. It need not be last.pt: with always_save_checkpoint=False
-    that may be of an older run."""
+    """
+    The checkpoint with the highest step, None if there is none. A folder may also hold some of an older run that the
+    present one has not replaced yet: the run is that of the newest file, the step counts within it, for a copied folder
+    has new times.
+    """
     paths = [os.path.join(out_dir, name) for name in ('last.pt', 'ckpt.pt')]
-    paths += sorted(glob.glob(os.path.join(glob.escape(out_dir), 'step_*.pt')), reverse=True)
-    return max(filter(os.path.isfile, paths), key=os.path.getmtime, default=None)  # the first of equals: they are one
+    paths += glob.glob(os.path.join(glob.escape(out_dir), 'step_*.pt'))
+    found = {path: identity(path) for path in paths if os.path.isfile(path)}
+    newest = max(found, key=os.path.getmtime, default=None)
+    if not newest or not found[newest]:
+        return newest
+    own = [path for path in found if found[path] and found[path][0] == found[newest][0]]
+    return max(own, key=lambda path: found[path][1])  # the first of equals, last.pt
 
 
 def keep_copies(path, step, n):
@@ -139,8 +156,10 @@ def keep_copies(path, step, n):
             os.link(path, copy)
         except OSError:  # a file system without links
             replace_file(copy, lambda aside: shutil.copyfile(path, aside))
-        copies = glob.glob(os.path.join(glob.escape(out_dir), 'step_*.pt'))
-        for old in sorted(copies, key=os.path.getmtime)[:-n]:  # not by step: some may be of an older run
+        run, _ = identity(path)
+        copies = {old: identity(old) for old in glob.glob(os.path.join(glob.escape(out_dir), 'step_*.pt'))}
+        own = sorted((known[1], old) for old, known in copies.items() if known and known[0] == run)
+        for old in copies.keys() - {old for _, old in own[-n:]}:  # also those of an older run
             os.remove(old)
     except OSError as e:
         raise UserError(f'{copy}: could not be written ({e.strerror}); {path} is complete') from None

@@ -54,6 +54,8 @@ def explain(error):
                 'same in less, and so does recompute=True')
     if any(name.startswith(('torch._dynamo.exc.', 'torch._inductor.exc.')) for name in names):
         return f'torch.compile failed here ({first}): --compile=False does without'
+    if 'Connection closed by peer' in str(error) or 'Connection reset by peer' in str(error):
+        return f'another process of the job has ended; its own last line says why ({first})'
     if isinstance(error, KeyboardInterrupt):
         return 'stopped by Ctrl-C'
     return None

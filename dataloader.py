@@ -73,7 +73,7 @@ def read_meta(folder):
                 raise ValueError(f'{key} has an entry whose largest token is no integer')
         if meta.get('dtype', 'uint16') != 'uint16':
             raise ValueError(f'tokens of type {meta["dtype"]}, not uint16')
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f'{path}: not readable as the description of a data set ({e!r}); {how}') from None
     return meta
 
@@ -113,8 +113,8 @@ def open_dataset(folder, meta, block_size, scan=True):
             if largest >= meta['vocab_size']:
                 raise UserError(f'{file.path}: token id {largest} is past the vocabulary of '
                                 f'{meta["vocab_size"]}; {how}')
-        if seen != checked:
-            path, text = Path(folder) / 'meta.json', json.dumps({**meta, 'checked': seen}, indent=2) + '\n'
+        path, text = Path(folder) / 'meta.json', json.dumps({**meta, 'checked': seen}, indent=2) + '\n'
+        if seen != checked and (meta is GPT2 or path.is_file()):  # or a preparation has begun again meanwhile
             with contextlib.suppress(OSError):  # a folder that cannot be written to is looked through each time
                 replace_file(path, lambda aside: Path(aside).write_text(text, encoding='utf-8'),
                              aside=f'{path}.{os.getpid()}')

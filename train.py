@@ -142,14 +142,13 @@ def say(line):
 
 
 # a restart by torchrun goes on from the last checkpoint of its job
-job = os.environ.get('TORCHELASTIC_RUN_ID')
+job, newest = os.environ.get('TORCHELASTIC_RUN_ID'), latest_checkpoint(out_dir)
 if init_from == 'auto' or int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)):
-    newest = latest_checkpoint(out_dir)
     own = newest and (init_from == 'auto' or load_checkpoint(newest).get('job') == job)
     init_from = 'resume' if own else 'scratch' if init_from == 'auto' else init_from
 resuming = init_from == 'resume'
 writes = master and not eval_only
-out_dir_lock = lock_out_dir(out_dir) if writes and resuming and latest_checkpoint(out_dir) else None
+out_dir_lock = lock_out_dir(out_dir) if writes and resuming and newest else None
 
 # -----------------------------------------------------------------------------
 # data and model
@@ -165,7 +164,7 @@ if init_from == 'scratch':
     model = build_model({**{key: config[key] for key in model_keys}, 'vocab_size': vocab_size})
 elif init_from == 'resume' or os.path.isfile(init_from):
     if resuming:
-        init_from = latest_checkpoint(out_dir) or os.path.join(out_dir, 'last.pt')
+        init_from = newest or os.path.join(out_dir, 'last.pt')
     checkpoint = load_checkpoint(init_from)
     model = model_from_checkpoint(checkpoint, init_from, **({'dropout': dropout} if 'dropout' in given else {}))
 elif init_from.startswith('gpt2') or os.path.isdir(init_from):
@@ -214,7 +213,7 @@ if resuming:
     if iter_num >= max_iters and os.path.basename(init_from) == 'last.pt' and not eval_only:
         say(f'the run in {out_dir} has finished its max_iters = {max_iters} steps; a larger --max_iters goes on')
         sys.exit(0)
-wandb_id = checkpoint.get('wandb_id') if resuming else None
+run = resuming and checkpoint.get('run') or uuid.uuid4().hex[:8]  # the same over all resumptions
 checkpoint = None  # frees the memory
 
 say(f'residual = {model.config.residual}: {model.get_num_params():,} parameters, '
@@ -222,7 +221,7 @@ say(f'residual = {model.config.residual}: {model.get_num_params():,} parameters,
 say('{}: {:,} tokens to train on, {:,} to validate on'.format(
     data_dir, *(sum(map(len, files[split])) for split in ('train', 'val'))))
 say(f'{tokens_per_step:,} tokens a step, on {device} in {dtype}' + (f', {world} processes' if ddp else ''))
-if writes and not resuming and latest_checkpoint(out_dir):
+if writes and not resuming and newest:
     say(f'note: {out_dir} has a run already, which this one replaces')
 for key in sorted((given & set(model_keys)) - model.used):
     say(f'note: {key} has no effect with residual = {model.config.residual}')
@@ -289,7 +288,7 @@ def save(name):
         'tokenizer': meta['tokenizer'],
         'loader': loader.state_dict(),
         'scaler': scaler.state_dict(),
-        'wandb_id': wandb_id,
+        'run': run,
         'job': job,
     }, os.path.join(out_dir, name))
 
@@ -346,9 +345,8 @@ if eval_only:
 if master:
     out_dir_lock = out_dir_lock or lock_out_dir(out_dir)
     if wandb:
-        wandb_id = wandb_id or uuid.uuid4().hex[:8]
         no_account = not (os.environ.get('WANDB_MODE') or wandb.api.api_key)
-        wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config, id=wandb_id, resume='allow',
+        wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config, id=run, resume='allow',
                    mode='offline' if no_account else None)
     metrics = Metrics(out_dir, wandb, tokens_per_step, resume_at=iter_num if resuming else None)
 signals = catch_signals(loud=master)

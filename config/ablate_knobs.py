@@ -1,28 +1,10 @@
 # Norm x place x connection, most of it untried, against pre_ln, pre_dyt ... at the same norm and place:
 # python ablate.py config/ablate_knobs.py
 
+from config.ablate_small import *
+
 modes = 'pre_ln,keel,proj_spheret,s2hc'
 seeds = '1,2,3'
 grid = 'norm=layernorm,rmsnorm,dyt,derf place=in,out,both,none'
 jobs = 2
 out_dir = 'out-ablate-knobs'
-
-dataset = 'shakespeare_char'
-eval_interval = 100
-eval_tokens = 32768
-log_interval = 10
-gradient_accumulation_steps = 1
-batch_size = 16
-block_size = 32
-
-n_layer = 3
-n_head = 4
-n_embd = 128
-
-learning_rate = 3e-3
-max_iters = 400
-lr_decay_iters = 400
-warmup_iters = 40
-min_lr = 0.0
-beta2 = 0.99
-device = 'cpu'

@@ -2,26 +2,15 @@
 # minutes on two CPU cores:
 # python ablate.py config/ablate_lr.py
 
+from config.ablate_small import *
+
 modes = 'pre_ln,peri_ln,keel,geonorm,p_spheret,proj_spheret,hc,s2hc'
 seeds = '1'
 grid = 'n_layer=2,8,32 learning_rate=2e-3,8e-3,3.2e-2,1.28e-1'
 jobs = 2
 out_dir = 'out-ablate-lr'
-
-dataset = 'shakespeare_char'
-eval_interval = 100
-eval_tokens = 32768
-log_interval = 10
-gradient_accumulation_steps = 1
-batch_size = 16
-block_size = 32
-
 n_head = 2
 n_embd = 32
-
 max_iters = 300
 lr_decay_iters = 300
 warmup_iters = 20
-min_lr = 0.0
-beta2 = 0.99
-device = 'cpu'

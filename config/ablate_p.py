@@ -1,28 +1,10 @@
 # The order p of the sphere retraction, against the exponential map (p = inf):
 # python ablate.py config/ablate_p.py
 
+from config.ablate_small import *
+
 modes = 'p_spheret'
 seeds = '1,2,3'
 grid = 'p=inf,0.25,0.5,1,2,4,8'
 jobs = 2
 out_dir = 'out-ablate-p'
-
-dataset = 'shakespeare_char'
-eval_interval = 100
-eval_tokens = 32768
-log_interval = 10
-gradient_accumulation_steps = 1
-batch_size = 16
-block_size = 32
-
-n_layer = 3
-n_head = 4
-n_embd = 128
-
-learning_rate = 3e-3
-max_iters = 400
-lr_decay_iters = 400
-warmup_iters = 40
-min_lr = 0.0
-beta2 = 0.99
-device = 'cpu'

@@ -2,7 +2,7 @@
 # python ablate.py config/ablate_sr_m.py
 # The paper's single seed gives no verdict: --seeds=1337,1338,1339. Its other data set: --dataset=openwebtext.
 
-exec(open(__file__.replace('ablate_sr', 'train_sr')).read())
+from config.train_sr_m import *
 
 modes = 'pre_ln,pre_dyt,peri_ln,keel,geonorm,p_spheret,proj_spheret,cay_spheret'
 seeds = '1337'

@@ -62,7 +62,9 @@ def find_local(source):
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         root = path
-        files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        def refuse(error):
+            raise UserError(f'{error.filename}: cannot be read ({error.strerror})')
+        files = [os.path.join(folder, name) for folder, _, names in os.walk(path, onerror=refuse) for name in names]
         files = [f for f in files if not any(p.startswith('.') for p in Path(f).relative_to(path).parts)]  # .cache
     else:
         root = os.path.dirname(path)
@@ -414,9 +416,11 @@ def read_json(folder, name, keys):
         value = json.loads(Path(path).read_text(encoding='utf-8'))
         if not {*keys} <= {*value}:
             raise ValueError(f'it lacks {", ".join({*keys} - {*value})}')
+        if not all(isinstance(shard['tokens'], int) for shard in value['shards'].values()):
+            raise ValueError('a shard without its number of tokens')
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise UserError(f'{path}: damaged ({e}); delete it and the shards beside it to begin again') from None
     return value
 
@@ -439,6 +443,8 @@ def prepare(prefix, hub, source, out_dir, max_tokens=0, shard_tokens=0, workers=
     if max_tokens and shard_tokens >= max_tokens:
         raise UserError(f'--shard_tokens={shard_tokens}: must be less than --max_tokens={max_tokens}: shard 0 is the '
                         'validation set, the others are for training')
+    if 0 < max_tokens < 10:
+        raise UserError(f'--max_tokens={max_tokens}: too few for shards of a tenth of it')
     if shard_tokens >= 2**31:
         raise UserError(f'--shard_tokens={shard_tokens}: the header of a shard holds at most {2**31 - 1}')
     try:

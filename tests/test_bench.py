@@ -56,7 +56,7 @@ def test_streams(bench):
     rows = {(row['mode'], row['n']): row for row in results['streams']}
     assert len(rows) == 3 * 7 - 3  # kromhc at 3 and 7, mhc_lite at 7
     assert re.search(r'mhc_lite +7 +refused .* 1,132,320 and more', text)  # 2 x 7 x 16 x (5040 + 15)
-    assert re.search(r'^kromhc, n = 3: .*power of two', text, re.MULTILINE)
+    assert re.search(r'^n = 3: kromhc: .*power of two', text, re.MULTILINE)
     assert rows['s2hc', 7]['extra'] == 2 * (7 * 16 * (14 + 36 + 1) + 50 + 7)
 
 
@@ -83,6 +83,9 @@ def test_a_time_limit(bench):
     (dict(modes='pre_ln,nonsense'), 'modes: nonsense does not exist: choose from pre_ln'),
     (dict(engines='fast'), 'engines: fast does not exist: choose from eager, compile, triton'),
     (dict(engines='eager,triton'), "engines: kernels = 'triton': no CUDA device"),
+    (dict(modes='pre_ln', engines='eager', yardstick='none.py'), 'yardstick = none.py: no PlainGPT .*FileNotFound'),
+    (dict(modes='pre_ln', engines='eager', n_head=3), 'pre_ln: n_embd = 16 is not a multiple of n_head = 3'),
+    (dict(modes='pre_ln,kromhc', engines='eager', n_streams=3), 'kromhc: .*power of two'),
     (dict(streams='4,x'), 'streams: x does not exist: choose from 1, 2'),
 ])
 def test_wrong_keys(bench, keys, message):

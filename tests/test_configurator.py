@@ -329,6 +329,7 @@ class BackendCompilerFailed(RuntimeError):
     (OutOfMemoryError('CUDA out of memory. Tried\nto'), r'out of memory \(CUDA out of memory. Tried\): a smaller'),
     (RuntimeError("[] DefaultCPUAllocator: can't allocate memory: you tried"), r'out of memory .*recompute'),
     (BackendCompilerFailed('no g++'), r'torch\.compile failed here \(no g\+\+\): --compile=False'),
+    (RuntimeError('[gloo/pair.cc] Connection closed by peer [127.0.0.1]:1'), 'another process of the job has ended'),
     (KeyboardInterrupt(), 'stopped by Ctrl-C'),
     (MemoryError(), None), (RuntimeError('shape'), None),
 ])

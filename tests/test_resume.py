@@ -193,7 +193,7 @@ def test_betas_are_used(train, trained, tmp_path):
 
 
 @pytest.mark.parametrize('left_out', [['optimizer'], ['optimizer', 'iter_num', 'best_val_loss', 'config', 'loader',
-                                                      'scaler', 'wandb_id']])
+                                                      'scaler', 'run', 'job']])
 def test_weights_alone_start_a_fresh_optimizer(train, trained, tmp_path, capsys, left_out):
     shutil.copytree(trained, tmp_path / 'out')
     os.remove(tmp_path / 'out' / 'ckpt.pt')
@@ -258,6 +258,27 @@ def test_the_newest_checkpoint(tmp_path):
         assert latest_checkpoint(tmp_path) == str(tmp_path / name)
     os.link(tmp_path / 'last.pt', tmp_path / 'step_00000009.pt')
     assert latest_checkpoint(tmp_path) == str(tmp_path / 'last.pt')
+
+
+def test_a_copied_run_resumes_at_its_end(train, tmp_path):
+    train(max_iters=8, eval_interval=2, keep_checkpoints=2)
+    for i, name in enumerate(['last.pt', 'step_00000006.pt', 'step_00000008.pt', 'ckpt.pt']):  # cp in another order
+        shutil.copyfile(tmp_path / 'out' / ('step_00000006.pt' if name == 'ckpt.pt' else name), tmp_path / 'x')
+        os.replace(tmp_path / 'x', tmp_path / 'out' / name)
+        os.utime(tmp_path / 'out' / name, (i, i))
+    assert latest_checkpoint(tmp_path / 'out') == str(tmp_path / 'out' / 'last.pt')
+    os.remove(tmp_path / 'out' / 'last.pt')
+    assert latest_checkpoint(tmp_path / 'out') == str(tmp_path / 'out' / 'step_00000008.pt')
+
+
+def test_an_older_run_is_not_the_newest_for_its_steps(train, tmp_path):
+    train(max_iters=8)
+    train(max_iters=4, eval_interval=2, always_save_checkpoint=False)
+    os.remove(tmp_path / 'out' / 'last.pt')
+    best = load(tmp_path / 'out' / 'ckpt.pt')
+    torch.save({**best, 'run': 'older', 'iter_num': 100}, tmp_path / 'out' / 'last.pt')
+    os.utime(tmp_path / 'out' / 'last.pt', (1, 1))
+    assert latest_checkpoint(tmp_path / 'out') == str(tmp_path / 'out' / 'ckpt.pt')
 
 
 def test_a_full_disk_leaves_the_checkpoints(train, trained, tmp_path, monkeypatch, snapshot):
@@ -453,7 +474,7 @@ def test_wandb_without_an_account(data, tmp_path):
     for more in ({}, dict(init_from='resume', max_iters=4)):
         done = python('train.py', *words(keys | more), **env)
         assert done.returncode == 0, done.stderr
-        ids.append(load(tmp_path / 'out' / 'last.pt')['wandb_id'])
+        ids.append(load(tmp_path / 'out' / 'last.pt')['run'])
     assert ids[0] and ids[0] == ids[1]  # one curve
     runs = [name for name in os.listdir(tmp_path / 'wandb') if name.startswith('offline-run-')]
     assert len(runs) == 2 and all(name.endswith(ids[0]) for name in runs)

@@ -24,7 +24,7 @@ from model import GPT, RESIDUALS, GPTConfig, Hyper, Sphere
 
 MODES = ('pre_ln', 's2hc', 'proj_spheret')  # for what is slow: one mode of each connection
 KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config', 'tokenizer', 'loader', 'scaler',
-        'wandb_id', 'job'}
+        'run', 'job'}
 
 
 def load(path):
