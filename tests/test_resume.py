@@ -449,6 +449,17 @@ def test_an_evaluation_is_not_in_the_throughput(train, monkeypatch):
     assert last['tokens_per_s'] > 128 * 4 / 0.5
 
 
+def test_the_first_steps_are_not_in_the_throughput(train, monkeypatch):
+    following = TrainLoader.next
+
+    def next_batch(loader):
+        time.sleep(0.5 * (loader.step == 1))
+        return following(loader)
+    monkeypatch.setattr(TrainLoader, 'next', next_batch)
+    [line] = [line for line in train(max_iters=8, eval_interval=8, log_interval=8).log if 'loss' in line]
+    assert line['tokens_per_s'] > 128 * 5 / 0.5
+
+
 @pytest.mark.parametrize('name, peak', [
     ('NVIDIA A100-SXM4-80GB', 312e12), ('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA H100 PCIe', 756e12),
     ('NVIDIA H200', 989e12), ('NVIDIA B200', 2250e12), ('NVIDIA GeForce RTX 4090', 165e12), ('NVIDIA L40S', 362e12),
