@@ -17,6 +17,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401
+from tqdm import tqdm  # noqa: E402
 
 import checkpoint  # noqa: E402, F401  what train.py imports, loaded once for all forks
 import dataloader  # noqa: E402, F401
@@ -53,23 +55,32 @@ def run(keys, log, kill_in_save=None):
     pid = os.fork()
     if pid:
         return pid
-    with open(log, 'a') as f:
-        os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
-    sys.stdout.reconfigure(line_buffering=True)
     if kill_in_save:
         arrange_kill(*kill_in_save)
-    sys.argv = [str(ROOT / 'train.py'), *(f'--{key}={value}' for key, value in keys.items())]
-    pyplot = MagicMock()  # loss.png is the slow part of a tiny run
-    pyplot.subplots.return_value = MagicMock(), MagicMock()
-    sys.modules['matplotlib.pyplot'] = pyplot
+    become([str(ROOT / 'train.py'), *(f'--{key}={value}' for key, value in keys.items())], log)
+
+
+def become(words, log):
+    """This fork, which has imported torch already, becomes `python WORDS` with its output at the end of the file log;
+    it never returns."""
     code = 1
     try:
-        runpy.run_path(sys.argv[0], run_name='__main__')
+        with open(log, 'a') as f:
+            os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
+        sys.stdout = os.fdopen(1, 'w', buffering=1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        torch.set_num_threads(1)
+        tqdm.set_lock(threading.RLock())  # its own is shared with forks: a killed one would lock the others out
+        pyplot = MagicMock()  # loss.png is the slow part of a tiny run
+        pyplot.subplots.return_value = MagicMock(), MagicMock()
+        sys.modules['matplotlib.pyplot'], sys.argv = pyplot, words
+        runpy.run_path(words[0], run_name='__main__')
         code = 0
     except SystemExit as e:
         code = e.code or 0
     except BaseException as e:
-        print(f'{type(e).__name__}: {e}')
+        print(f'error: {e}')
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -98,8 +109,9 @@ def arrange_kill(n, moment):
 
 
 def same(a, b):
+    """Equal to the bit, through dicts and lists of tensors."""
     if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
+        return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):

@@ -15,12 +15,12 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch._dynamo  # noqa: F401  loaded once for all forks, as AdamW wants it
 from conftest import ROOT, TINY, read_log
+from killing import become
 from tqdm import tqdm
 
 from configurator import UserError
@@ -41,27 +41,8 @@ class Forked:
         self.started.append(words)
         sys.stdout.flush()
         self.pid, self.returncode = os.fork(), None
-        if self.pid:
-            return
-        try:
-            os.dup2(stdout.fileno(), 1), os.dup2(stdout.fileno(), 2)
-            sys.stdout = os.fdopen(1, 'w', buffering=1)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            torch.set_num_threads(1)
-            tqdm.set_lock(threading.RLock())  # its own is shared with forks: killing one would lock the others out
-            pyplot = MagicMock()  # loss.png is the slow part of a tiny run
-            pyplot.subplots.return_value = MagicMock(), MagicMock()
-            sys.modules['matplotlib.pyplot'], sys.argv, code = pyplot, words[1:], 1
-            runpy.run_path(words[1], run_name='__main__')
-            code = 0
-        except SystemExit as e:
-            code = e.code or 0
-        except BaseException as e:
-            print(f'error: {e}')
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
+        if not self.pid:
+            become([str(word) for word in words[1:]], stdout.name)
 
     def poll(self):
         if self.returncode is None:

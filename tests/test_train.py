@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from killing import same
 
 import checkpoint as checkpoint_module
 from configurator import UserError
@@ -34,17 +35,6 @@ def load(path):
 def largest_difference(weights, others):
     assert weights.keys() == others.keys()
     return max((weights[key] - others[key]).abs().max().item() for key in weights)
-
-
-def same(a, b):
-    """Equal to the bit, through dicts and lists of tensors."""
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 def without_speed(log):
