@@ -70,19 +70,25 @@ class Key:
     comment: str
     choices: object  # a container that may still grow: a config file may add a residual mode of its own
     positive: bool
+    free: type | None = None  # of the values where the default is None and any value will do
 
     @property
     def kind(self):
-        return type(next(iter(self.choices)) if self.default is None else self.default)
+        return self.free or type(next(iter(self.choices)) if self.default is None else self.default)
+
+    @property
+    def signed(self):
+        return not self.positive and (self.default is None or self.default < 0)
 
     @property
     def rule(self):
         """The values that check() accepts, in words."""
+        none = ' or None' if self.default is None else ''
         if self.choices:
-            return 'one of ' + ', '.join(map(str, self.choices)) + (' or None' if self.default is None else '')
+            return 'one of ' + ', '.join(map(str, self.choices)) + none
         if self.kind in (int, float):
-            sign = ' > 0' if self.positive else ' >= 0' if self.default >= 0 else ''
-            return ('an integer' if self.kind is int else 'a number') + sign
+            sign = ' > 0' if self.positive else '' if self.signed else ' >= 0'
+            return ('an integer' if self.kind is int else 'a number') + sign + none
         return 'True or False' if self.kind is bool else 'a string'
 
     def parse(self, text):
@@ -106,7 +112,7 @@ class Key:
             fits = (isinstance(value, (int, float)) and not isinstance(value, bool)
                     and (abs(value) <= sys.float_info.max or abs(value) == math.inf and self.kind is float)  # not nan
                     and (self.kind is float or value == int(value) and abs(value) < 2**63)
-                    and (value > 0 if self.positive else value >= 0 or self.default < 0))
+                    and (self.signed or value > 0 or value == 0 and not self.positive))
         else:
             fits = isinstance(value, self.kind)
         if fits and (not self.choices or value in self.choices):
@@ -151,13 +157,15 @@ def read_keys(path, choices, positive):
                 section = section if keys else ''  # a comment above the imports is no heading
                 continue
         if default is None and name not in choices:
-            raise ValueError(f'{path}, line {node.lineno}: {name} = None needs choices')
+            raise ValueError(f'{path}, line {node.lineno}: {name} = None needs choices, or a type')
         column, comment = trailing.get(end, (0, ''))
         line = end + 1
         while comment and line in alone and alone[line][0] == column:  # the comment runs over
             comment += ' ' + alone[line][1]
             line += 1
-        keys[name] = Key(name, default, section, comment, choices.get(name, ()), name in positive)
+        values = choices.get(name, ())
+        free = values if isinstance(values, type) else None
+        keys[name] = Key(name, default, section, comment, () if free else values, name in positive, free)
     if strays := {*choices, *positive} - {*keys}:
         raise ValueError(f'{path}: choices or positive hold what is no key: {", ".join(sorted(strays))}')
     return keys
@@ -200,7 +208,7 @@ def configure(namespace, choices={}, positive=(), renamed={}, argv=None):
     """
     Set the keys of a script from config files and the command line. A script calls it once, below its keys.
         namespace: globals() of the script; the values are written back into it
-        choices:   key -> the values it may take; a key may have the default None only if it stands here
+        choices:   key -> the values it may take, or their type; a key may have the default None only if it stands here
         positive:  keys that must be > 0; other numbers must be >= 0 unless their default is negative
         renamed:   a name that users may know from elsewhere -> what to do instead, a clause
         argv:      words of the command line: config files, applied in order, then every --key=value, which win

@@ -377,6 +377,17 @@ def fetching(load, path, name=None, **kwargs):
 
 
 @contextlib.contextmanager
+def keeping_random_states(device='cpu'):
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if torch.device(device).type == 'cuda' else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
 def loading():
     """While the harness loads tasks: fetching(), and some tasks import a package by the name of this file."""
     import datasets
@@ -391,9 +402,13 @@ def loading():
             sys.modules['evaluate'] = ours
 
 
-def load_tasks(names, include_path=''):
-    """TaskManager.load of names, YAML files or dicts. The harness' own index, which takes it 14 s, only if needed."""
-    require('lm_eval', 'evaluating tasks')
+def load_tasks(names, include_path='', key='tasks'):
+    """TaskManager.load of names, YAML files or dicts. The harness' own index, which takes it 14 s, only if needed.
+    key: what an error names."""
+    require('lm_eval', key)
+    logging.getLogger('lm_eval').setLevel(logging.ERROR)
+    if presets := set(names) & set(PAPERS['presets']):
+        raise UserError(f'{key}: {min(presets)} is a preset of evaluate.py: name the tasks themselves')
     from lm_eval.tasks import TaskManager
     folder = os.path.expanduser(include_path)
     if folder and not os.path.isdir(folder):
@@ -406,12 +421,12 @@ def load_tasks(names, include_path=''):
             break
     else:
         near = did_you_mean(unknown[0], [*manager.task_index, *PAPERS['presets']])
-        raise UserError(f'tasks: the harness has no {unknown[0]}{near or ", nor has include_path"}')
+        raise UserError(f'{key}: the harness has no {unknown[0]}{near or ", nor has include_path"}')
     try:
-        with loading():
+        with loading(), keeping_random_states():
             return manager.load(names)
     except ImportError as e:
-        raise UserError(f'tasks: one needs a package that is missing ({str(e).splitlines()[0]})') from None
+        raise UserError(f'{key}: one needs a package that is missing ({str(e).splitlines()[0]})') from None
 
 
 def evaluate_tasks(lm, loaded, shots={}, limit=None, seed=1234, bootstrap=1000):
@@ -452,25 +467,19 @@ def evaluate_tasks(lm, loaded, shots={}, limit=None, seed=1234, bootstrap=1000):
     return found
 
 
-_load_once = lru_cache(8)(lambda names, include_path: load_tasks(list(names), include_path))
-
-
-def run_tasks(model, tokenizer, names, limit=None, device='cpu', dtype='float32', include_path='', batch_size=16):
+def run_tasks(model, tokenizer, loaded, limit, device, dtype):
     """
-    {'task/metric': value} for a model in training, which stays as it is, and so do all random states. names: tuple or
-    list of the harness' tasks, YAML files. Under torch.distributed all processes call this and all get the result.
+    {'task/metric': value} of load_tasks' result for a model in training, which stays as it is, and so do all random
+    states. limit: examples of each task, 0 = all. Under torch.distributed all processes call this and all get the
+    result.
     """
-    states = random.getstate(), np.random.get_state()
     was_training = model.training
-    devices = [device] if torch.device(device).type == 'cuda' else []
     try:
-        with torch.random.fork_rng(devices):
-            lm = ResidualLM(model.eval(), tokenizer, device, dtype, batch_size, quiet=True)
-            found = evaluate_tasks(lm, _load_once(tuple(names), include_path), limit=limit, bootstrap=0)
+        with keeping_random_states(device):
+            lm = ResidualLM(model.eval(), tokenizer, device, dtype, quiet=True)
+            found = evaluate_tasks(lm, loaded, limit=limit, bootstrap=0)
     finally:
         model.train(was_training)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
     return {f'{name}/{metric}': v for name, entry in found.items() for metric, (v, _) in entry['metrics'].items()}
 
 
@@ -538,7 +547,6 @@ def main():
         and torch.cuda.is_available() else device, dtype)
     if 'RANK' in os.environ:  # torchrun's; only results travel between the processes
         dist.init_process_group('gloo')
-    logging.getLogger('lm_eval').setLevel(logging.ERROR)
     model, tokenizer, facts = load(out_dir)
     model.to(place).eval()
     if kind == 'float64':

@@ -217,9 +217,9 @@ class Mapping(nn.Module):
     macs = 0     # multiply-adds a token beyond one a parameter
     n_gates = 0  # entries at the end of `scale` that a kind's `matrix` uses by itself, init 1
 
-    def __init__(self, n, C, sublayer, static=False):
+    def __init__(self, n, C, sublayer, static=False, res_init=None):
         super().__init__()
-        self.n, self.main, self.static = n, sublayer % n, static
+        self.n, self.main, self.static, self.res_init = n, sublayer % n, static, res_init
         self.groups = [n, n, *self.res_sizes(n)]  # logits, in the order of `weight`, `bias` and `scale`
         self.bias = nn.Parameter(torch.empty(sum(self.groups)))
         if not static:
@@ -232,7 +232,11 @@ class Mapping(nn.Module):
         raise NotImplementedError
 
     def res_bias(self, n):
-        """Initial value of b_res."""
+        """
+        Initial value of b_res. With res_init = L, and e = exp(L), the kinds of STOCHASTIC start at one and the same
+        matrix but for kromhc's off the diagonal: 1 on the diagonal and e off it, over their sum 1 + (n-1) e. L = 0 is
+        J = 11^T/n.
+        """
         raise NotImplementedError
 
     def matrix(self, logits, gates):
@@ -286,18 +290,19 @@ class MHC(Mapping):
         return [n * n]  # row-major (out, in)
 
     def res_bias(self, n):
-        return (8 * torch.eye(n) - 8).flatten()
+        off = -8.0 if self.res_init is None else self.res_init
+        return (off - off * torch.eye(n)).flatten()
 
     def matrix(self, logits, gates):
         return sinkhorn(logits.unflatten(-1, (self.n, self.n)))
 
 
 class MHCLite(Mapping):
-    def __init__(self, n, C, sublayer, static=False):
+    def __init__(self, n, C, sublayer, static=False, res_init=None):
         if n > 6:
             raise ValueError(f'mhc_lite mixes n! permutations, {math.factorial(n):,} at n_streams = {n}: '
                              'take n_streams <= 6, or residual s2hc or mhc')
-        super().__init__(n, C, sublayer, static)
+        super().__init__(n, C, sublayer, static, res_init)
         # integers: exact after .double(), and .half() leaves them alone
         self.register_buffer('permutations', _permutations(n), persistent=False)
 
@@ -305,24 +310,34 @@ class MHCLite(Mapping):
         return [math.factorial(n)]
 
     def res_bias(self, n):
-        return torch.tensor([0.0] + [-8.0] * (math.factorial(n) - 1))
+        others = -8.0
+        if self.res_init is not None:
+            # n! - (n-1)! of the permutations move a given stream; they share (n-1) e of 1 + (n-1) e
+            away, e = math.factorial(n) - math.factorial(n - 1), math.exp(self.res_init)
+            identity = 1 + (n - 1) * e * (1 - (math.factorial(n) - 1) / away)
+            others = math.log((n - 1) / away) + self.res_init - math.log(identity)
+        return torch.tensor([0.0] + [others] * (math.factorial(n) - 1))
 
     def matrix(self, logits, gates):
         return birkhoff(logits, self.n, self.permutations)
 
 
 class KromHC(Mapping):
-    def __init__(self, n, C, sublayer, static=False):
+    def __init__(self, n, C, sublayer, static=False, res_init=None):
         if n < 2 or n & (n - 1):
             raise ValueError(f'kromhc multiplies 2 x 2 factors, so n_streams = {n} is not possible: '
                              'take a power of two, or residual s2hc or mhc')
-        super().__init__(n, C, sublayer, static)
+        super().__init__(n, C, sublayer, static, res_init)
 
     def res_sizes(self, n):
         return [2 * (n.bit_length() - 1)]  # log2 n factors of 2 logits
 
     def res_bias(self, n):
-        return torch.tensor([0.0, -8.0]).repeat(n.bit_length() - 1)
+        k, other = n.bit_length() - 1, -8.0
+        if self.res_init is not None:  # p^k is the diagonal; the logit of 1 - p against p
+            log_p = -math.log1p((n - 1) * math.exp(self.res_init)) / k
+            other = math.log(-math.expm1(log_p)) - log_p
+        return torch.tensor([0.0, other]).repeat(k)
 
     def matrix(self, logits, gates):
         return kronecker(logits.unflatten(-1, (-1, 2)), self.n)
@@ -331,8 +346,8 @@ class KromHC(Mapping):
 class S2HC(Mapping):
     n_gates = 2  # g_U, g_V
 
-    def __init__(self, n, C, sublayer, static=False):
-        super().__init__(n, C, sublayer, static)
+    def __init__(self, n, C, sublayer, static=False, res_init=None):
+        super().__init__(n, C, sublayer, static, res_init)
         self.register_buffer('contrasts', _contrasts(n), persistent=False)  # integers, as in MHCLite
 
     def res_sizes(self, n):
@@ -340,7 +355,11 @@ class S2HC(Mapping):
         return [k, k, n - 1]  # U, V, S; at n = 2 U and V are 1 x 1 and have no logits
 
     def res_bias(self, n):
-        return torch.tensor([0.0] * ((n - 1) * (n - 2)) + [4.0] * (n - 1))
+        s = 4.0
+        if self.res_init is not None:  # J + tanh(s) (I - J), tanh(s) = (1 - e) / (1 + (n-1) e)
+            e = math.exp(self.res_init)
+            s = (math.log((2 + (n - 2) * e) / n) - self.res_init) / 2
+        return torch.tensor([0.0] * ((n - 1) * (n - 2)) + [s] * (n - 1))
 
     def matrix(self, logits, gates):
         u, v, s = logits.tanh().split(self.groups[2:], -1)
@@ -407,6 +426,8 @@ class HC(nn.Module):
             A_r, A_m, B = table.split((n, 1, 1), -1)
             return A_m.squeeze(-1), B.squeeze(-1), A_r.mT
 
+
+STOCHASTIC = ('mhc', 'mhc_lite', 'kromhc', 's2hc')  # rows and columns of H_res sum to 1, and it starts at res_init
 
 KINDS = {
     'hc': HC,

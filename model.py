@@ -195,7 +195,8 @@ class Hyper(Connection):
     def __init__(self, config, sublayer, kind):
         super().__init__(config, sublayer)
         n, C = config.n_streams, config.n_embd
-        self.mapping = hyperconn.KINDS[kind](n, C, sublayer, config.static)
+        start = dict(res_init=config.res_init) if kind in hyperconn.STOCHASTIC else {}
+        self.mapping = hyperconn.KINDS[kind](n, C, sublayer, config.static, **start)
         self.macs = 2 * n * C + (0 if kind == 'hc_identity' else n * n * C) + self.mapping.macs  # read and write, mix
 
     def forward(self, x, branch):
@@ -260,6 +261,7 @@ class GPTConfig:
     bound: str = 'project'       # sphere: how alpha and the radius are held, see Bounded
     static: bool = False         # hyper: matrices that do not depend on the token
     readout: str = 'mean'        # hyper: how the streams close, mean or softmax
+    res_init: float | None = None  # mhc, mhc_lite, kromhc, s2hc: see Mapping.res_bias; None = the mode's
     dyt_alpha: float = 0.5       # dyt, derf: initial a0
     embed_norm: bool = False     # a norm of the embedding (Peri-LN's option)
     embed_scale: bool = False    # a learned scale of the embedding, first sqrt(n_embd) (DyT's option)
@@ -278,6 +280,8 @@ class GPTConfig:
             raise ValueError(f'n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout = {self.dropout}: must be in [0, 1)')
+        if self.res_init is not None and not -100 <= self.res_init <= 0:
+            raise ValueError(f'res_init = {self.res_init}: must be in [-100, 0]; 0 is uniform, -8 about the identity')
         if not self.p >= P_MIN:
             raise ValueError(f'p = {self.p}: the order of a retraction is a number from {P_MIN} on, or inf')
 

@@ -911,6 +911,7 @@ BAD = [
     (dict(residual='kromhc', n_streams=3), ['3', 's2hc']), (dict(residual='kromhc', n_streams=6), ['6', 's2hc']),
     (dict(residual='mhc_lite', n_streams=7), ['7', 's2hc']),
     (dict(residual='mhc_lite', n_streams=7, static=True), ['7', 's2hc']),
+    *((dict(res_init=x), [str(x), '-100']) for x in (0.5, -101.0, -math.inf, math.nan)),
 ]
 
 
@@ -939,6 +940,7 @@ BASE = {'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'b
 @pytest.mark.parametrize('mode', MODES)
 def test_the_keys_that_matter(mode):
     own = {'decay', 'bound'} if mode in SPHERE else {'n_streams', 'static', 'readout'} if mode in HYPER else set()
+    own |= {'res_init'} if mode in ('mhc', 'mhc_lite', 'kromhc', 's2hc') else set()
     own |= {'p'} if mode == 'p_spheret' else {'dyt_alpha'} if mode == 'pre_dyt' else set()
     assert build(residual=mode).used == BASE | own
     assert build(residual=mode, norm='derf').used == BASE | own | {'dyt_alpha'}

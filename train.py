@@ -31,6 +31,7 @@ from checkpoint import (DTYPES, Metrics, autocast, build_model, catch_signals, k
                         load_checkpoint, lock_out_dir, model_from_checkpoint, peak_flops, peak_memory, pick_device,
                         pick_kernels, pretrained, restore, save_checkpoint, start_process_group)
 from configurator import UserError, configure, require
+from data.tokenizer import get_tokenizer
 from dataloader import GPT2, ORDERS, TrainLoader, find_dataset, open_dataset, read_meta, val_batches
 from model import CHOICES, GPTConfig
 
@@ -40,6 +41,8 @@ out_dir = 'out'                   # folder of metrics.jsonl, ckpt.pt (best), las
 eval_interval = 2000              # steps between evaluations; the last step always evaluates
 eval_tokens = 0                   # validation tokens of an evaluation, from the start of the split; 0 = all of it
 eval_only = False                 # evaluate once, train nothing, write nothing
+eval_tasks = ''                   # benchmarks at every evaluation: tasks of evaluate.py, with commas between them
+eval_examples = 100               # examples of each of them, the first; 0 = all
 log_interval = 10                 # steps between lines of metrics.jsonl and of the console
 always_save_checkpoint = True     # write last.pt at every evaluation, not only at the end
 keep_checkpoints = 0              # also keep the last.pt of this many evaluations, as step_00001000.pt
@@ -72,6 +75,7 @@ place = None                      # where a branch is normalised; None = the mod
 n_streams = 4                     # hyper-connections: number of streams; 1 = the plain residual
 static = False                    # hyper-connections: matrices that do not depend on the token
 readout = 'mean'                  # hyper-connections: how the streams are joined at the end
+res_init = None                   # mhc, mhc_lite, kromhc, s2hc: how even H_res starts; 0 = uniform, None = the mode's
 p = 0.5                           # p_spheret: order of the retraction, inf = exponential map
 decay = None                      # sphere: step size over depth; None = the mode's
 bound = 'project'                 # sphere: how the step size and the radius keep their bounds; clamp = the paper's
@@ -100,25 +104,24 @@ backend = 'auto'                  # of torch.distributed; auto = nccl on CUDA, g
 # -----------------------------------------------------------------------------
 config, given = configure(
     globals(),
-    choices={**CHOICES, 'data_order': ORDERS, 'kernels': ('auto', 'triton', 'eager'), 'dtype': ('auto', *DTYPES),
-             'backend': ('auto', 'nccl', 'gloo')},
+    choices={**CHOICES, 'res_init': float, 'data_order': ORDERS, 'kernels': ('auto', 'triton', 'eager'),
+             'dtype': ('auto', *DTYPES), 'backend': ('auto', 'nccl', 'gloo')},
     positive=('eval_interval', 'log_interval', 'gradient_accumulation_steps', 'batch_size', 'block_size', 'n_layer',
               'n_head', 'n_embd', 'n_streams', 'p', 'learning_rate', 'max_iters', 'lr_decay_iters'),
     renamed={'eval_iters': 'set eval_tokens: it counts tokens, eval_iters x batch_size x block_size'})
 
 out_dir, init_from = os.path.expanduser(out_dir), os.path.expanduser(init_from)
 # keys that may differ from those of a resumed checkpoint: they change nothing of what is computed
-FREE = {'out_dir', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint', 'keep_checkpoints',
-        'init_from', 'wandb_log', 'wandb_project', 'wandb_run_name', 'max_iters', 'device', 'recompute', 'kernels',
-        'compile', 'backend'}
+FREE = {'out_dir', 'eval_interval', 'eval_only', 'eval_tasks', 'eval_examples', 'log_interval', 'keep_checkpoints',
+        'always_save_checkpoint', 'init_from', 'wandb_log', 'wandb_project', 'wandb_run_name', 'max_iters', 'device',
+        'recompute', 'kernels', 'compile', 'backend'}
 
 # -----------------------------------------------------------------------------
 # processes and devices
 
 rank, world, local_rank = (int(os.environ.get(key, default)) for key, default in
                            (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
-ddp = 'RANK' in os.environ  # torchrun sets these
-master = rank == 0
+ddp, master = 'RANK' in os.environ, rank == 0  # torchrun sets it
 if gradient_accumulation_steps % world:
     raise UserError(f'gradient_accumulation_steps = {gradient_accumulation_steps} is not a multiple of the {world} '
                     f'processes: take {math.ceil(gradient_accumulation_steps / world) * world}')
@@ -155,7 +158,10 @@ out_dir_lock = lock_out_dir(out_dir) if writes and resuming and newest else None
 
 data_dir = find_dataset(dataset)
 meta = read_meta(data_dir)
-n_vocab = meta['vocab_size']
+n_vocab, benchmarks = meta['vocab_size'], ()
+if eval_tasks:
+    from evaluate import load_tasks, run_tasks
+    benchmarks = get_tokenizer(meta['tokenizer']), load_tasks(eval_tasks.split(','), key='eval_tasks'), eval_examples
 model_keys = list(GPTConfig.__dataclass_fields__)
 iter_num, best_val_loss, checkpoint = 0, math.inf, {}
 torch.manual_seed(seed)
@@ -193,9 +199,7 @@ if checkpoint.get('tokenizer', meta['tokenizer']) != meta['tokenizer']:
 files = open_dataset(data_dir, meta, block_size, scan=master)
 tokens_per_step = gradient_accumulation_steps * batch_size * block_size
 
-if dtype == 'float64':  # for checks of exactness
-    model.double()
-model.to(device)
+model.to(device=device, dtype=torch.float64 if dtype == 'float64' else None)  # float64: for checks of exactness
 model.recompute = recompute
 optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device.type)
 loader = TrainLoader(files['train'], block_size, (micro_steps, world, batch_size), rank, seed, data_order, device)
@@ -206,9 +210,9 @@ if resuming:
     if 'optimizer' not in checkpoint:
         say(f'note: {init_from} has weights only: the optimizer starts afresh')
     was = checkpoint.get('config', {})
-    changed = sorted(key for key in (config.keys() & was.keys()) - FREE if config[key] != was[key])
+    changed = ', '.join(f'{key} {was[key]} -> {config[key]}' for key in sorted((config.keys() & was.keys()) - FREE)
+                        if config[key] != was[key])
     if changed:
-        changed = ', '.join(f'{key} {was[key]} -> {config[key]}' for key in changed)
         say(f'note: other settings than those of {init_from}: {changed}')
     if iter_num >= max_iters and os.path.basename(init_from) == 'last.pt' and not eval_only:
         say(f'the run in {out_dir} has finished its max_iters = {max_iters} steps; a larger --max_iters goes on')
@@ -267,6 +271,13 @@ def evaluate(max_tokens):
     return total / count
 
 
+def measure():
+    """(validation loss, {task/metric: value} of eval_tasks); prints both."""
+    val_loss, scores = evaluate(eval_tokens), run_tasks(raw_model, *benchmarks, device, dtype) if benchmarks else {}
+    say(f'step {iter_num}: validation loss {val_loss:.4f}' + ''.join(f', {k} {v:.4f}' for k, v in scores.items()))
+    return val_loss, scores
+
+
 def learning_rate_at(step):
     """Linear warm-up, then a cosine down to min_lr: a pure function of the step."""
     if step < warmup_iters:
@@ -309,8 +320,7 @@ class Watch:
     """
 
     def __init__(self):
-        self.late = device.type == 'cuda'
-        self.step, self.stop = None, False
+        self.late, self.step, self.stop = device.type == 'cuda', None, False
         if self.late:
             self.totals, self.arrived = torch.zeros(2, pin_memory=True), torch.cuda.Event()
 
@@ -336,7 +346,7 @@ class Watch:
 
 
 if eval_only:
-    say(f'step {iter_num}: validation loss {evaluate(eval_tokens):.4f}')
+    measure()
     sys.exit(0)
 
 # -----------------------------------------------------------------------------
@@ -350,7 +360,6 @@ if master:
                    mode='offline' if no_account else None)
     metrics = Metrics(out_dir, wandb, tokens_per_step, resume_at=iter_num if resuming else None)
 signals = catch_signals(loud=master)
-
 watch = Watch()
 first_iter, peak = iter_num, peak_flops(device)
 bar = tqdm(total=max_iters, initial=iter_num, unit='step', disable=None if master else True)  # None: on a terminal
@@ -359,13 +368,12 @@ while True:
     last = iter_num >= max_iters
     if last or iter_num % eval_interval == 0 and not watch.stop:
         watch.check()
-        val_loss = evaluate(eval_tokens)
+        val_loss, scores = measure()
         stop_unless_finite(val_loss, iter_num, 'validation loss')  # before anything is saved
         better = val_loss < best_val_loss and iter_num > 0  # what has learned nothing is not worth a checkpoint
         best_val_loss = val_loss if better else best_val_loss
         if master:
-            say(f'step {iter_num}: validation loss {val_loss:.4f}')
-            metrics.log(iter_num, val_loss=val_loss, best_val_loss=min(best_val_loss, val_loss), **health)
+            metrics.log(iter_num, val_loss=val_loss, best_val_loss=min(best_val_loss, val_loss), **health, **scores)
             if better:
                 save('ckpt.pt')
             if last or always_save_checkpoint and iter_num > 0:

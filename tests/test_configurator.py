@@ -1,4 +1,6 @@
 """configurator.py: keys from the source of a script, config files, the command line, and one line for every mistake."""
+import functools
+import math
 import os
 import re
 import runpy
@@ -278,6 +280,21 @@ def test_mistake_of_the_script(tmp_path, monkeypatch, source, arguments, message
     (tmp_path / 's.py').write_text(source)
     with pytest.raises(ValueError, match=message):
         configure({'__file__': str(tmp_path / 's.py')}, argv=[], **arguments)
+
+
+@pytest.mark.parametrize('kind, text, value', [
+    (float, '-2', -2.0), (float, '0', 0.0), (float, 'None', None), (float, '1e400', None), (int, '-3', -3),
+    (int, '0.5', 'must be an integer or None'), (float, 'x', 'must be a number or None'), (float, 'nan', 'a number')])
+def test_a_key_that_may_be_left_open(tmp_path, monkeypatch, kind, text, value):
+    monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)
+    (tmp_path / 's.py').write_text('x = None\n')
+    script = {'__file__': str(tmp_path / 's.py')}
+    call = functools.partial(configure, script, choices=dict(x=kind), argv=[f'--x={text}'])
+    if isinstance(value, str):
+        with pytest.raises(UserError, match=value):
+            call()
+    else:
+        assert call()[0] == {'x': math.inf if text == '1e400' else value}
 
 
 def test_hook_passes_other_errors_on(run, monkeypatch, capsys):

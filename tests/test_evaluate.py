@@ -17,6 +17,8 @@ import torch
 lm_eval = pytest.importorskip('lm_eval')
 transformers = pytest.importorskip('transformers')
 
+from killing import same, what_is_left
+
 import evaluate
 from configurator import UserError
 from data import common
@@ -347,13 +349,40 @@ def test_training_does_not_notice(char_tasks, out):
     model.train()
     states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
     weights = {name: w.clone() for name, w in model.state_dict().items()}
-    names = ('own_choice', 'own_shots', 'own_rolling', 'own_sampled')
-    first = run_tasks(model, tokenizer, names, limit=6, include_path=str(char_tasks))
-    assert run_tasks(model, tokenizer, names, limit=6, include_path=str(char_tasks)) == first
+    loaded = load_tasks(['own_choice', 'own_shots', 'own_rolling', 'own_sampled'], char_tasks)
+    first = run_tasks(model, tokenizer, loaded, 6, 'cpu', 'float32')
+    assert run_tasks(model, tokenizer, loaded, 6, 'cpu', 'float32') == first
     assert {'own_choice/acc', 'own_shots/acc', 'own_rolling/bits_per_byte', 'own_sampled/exact_match'} <= set(first)
     assert states == [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
     assert model.training and all('forward' not in vars(block.attn) for block in model.transformer.h)
     assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
+
+
+def test_the_trajectory_with_and_without_eval_tasks(char_tasks, train, tmp_path, capsys):
+    """Losses, gradient norms, weights, optimizer and checkpoints to the bit; dropout, so that a draw would show."""
+    names = [f'own_{name}' for name in ('choice', 'shots', 'rolling', 'sampled')]
+    keys = dict(residual='s2hc', dropout=0.2, eval_interval=2)
+    runs = {}
+    for name, more in (('without', {}), ('with', dict(eval_examples=6, eval_tasks=','.join(
+            str(char_tasks / f'{name}.yaml') for name in names)))):
+        runs[name] = train(**keys, **more, out_dir=tmp_path / name)
+    found, plain = runs['with'], runs['without']
+    states, log = what_is_left(tmp_path / 'with')
+    log = [{key: value for key, value in line.items() if '/' not in key} for line in log]
+    assert same((states, log), what_is_left(tmp_path / 'without'))
+    scored = [line for line in found.log if 'own_choice/acc' in line]
+    assert [line['step'] for line in scored] == [0, 2, 4, 6] and not any('own_choice/acc' in line for line in plain.log)
+    assert f'own_choice/acc {scored[-1]["own_choice/acc"]:.4f}' in capsys.readouterr().out
+    tokenizer = get_tokenizer(found.meta['tokenizer'])
+    again = run_tasks(found.raw_model, tokenizer, load_tasks(names, char_tasks), 6, 'cpu', 'float32')
+    assert again == {key: scored[-1][key] for key in again}
+
+
+def test_eval_tasks_are_loaded_before_training(train, tmp_path):
+    for tasks, match in (('paper_sr', 'eval_tasks: paper_sr is a preset'), ('./no.yaml', 'harness has no ./no.yaml')):
+        with pytest.raises(UserError, match=match):
+            train(eval_tasks=tasks)
+    assert not (tmp_path / 'out').exists()
 
 
 def test_a_task_of_the_hub_without_a_network(tmp_path, monkeypatch):

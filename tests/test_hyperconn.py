@@ -827,6 +827,24 @@ def test_static_parameter_counts():
         assert count(kind, 4, 2048, 16, static=True) == want
 
 
+@pytest.mark.parametrize('kind', STOCHASTIC)
+@pytest.mark.parametrize('n', (2, 3, 4, 8))
+@pytest.mark.parametrize('res_init', (0, -0.3, -2, -8, -100))
+def test_res_init_is_one_start_for_all_kinds(kind, n, res_init):
+    if n > 6 and kind == 'mhc_lite' or n == 3 and kind == 'kromhc':
+        pytest.skip('refused')
+    m = KINDS[kind](n, 5, 1, res_init=res_init).to(F64)
+    m.reset_parameters()
+    H = m(randn(1, 2, n, 5))[2].detach()
+    e = math.exp(res_init)
+    wanted = ((1 - e) * torch.eye(n, dtype=F64) + e) / (1 + (n - 1) * e)
+    tol = 3e-7                                                       # the bias is a float32
+    torch.testing.assert_close(H.diagonal(dim1=-2, dim2=-1), wanted.diagonal().expand(1, 2, n), rtol=0, atol=tol)
+    assert max(sums_and_norm(H)) < tol
+    if kind != 'kromhc' or n == 2 or res_init == 0:
+        torch.testing.assert_close(H, wanted.expand(1, 2, n, n), rtol=0, atol=tol)
+
+
 @pytest.mark.parametrize('static', [False, True])
 @pytest.mark.parametrize('kind,n', [('kromhc', 3), ('kromhc', 6), ('kromhc', 12), ('mhc_lite', 7), ('mhc_lite', 16)])
 def test_impossible_shapes_are_refused(kind, n, static):

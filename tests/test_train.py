@@ -442,7 +442,9 @@ def test_a_run_that_diverges(train, tmp_path, mode):
 
 @pytest.mark.parametrize('keys, noted', [
     (dict(residual='pre_ln', p=2.0), ['p']),
-    (dict(residual='keel', n_streams=2), ['n_streams']),
+    (dict(residual='keel', n_streams=2, res_init=-2.0), ['n_streams', 'res_init']),
+    (dict(residual='hc_orthogonal', res_init=-2.0), ['res_init']),
+    (dict(residual='mhc', res_init=-2.0), []),
     (dict(residual='geonorm', p=2.0), ['p']),
     (dict(residual='p_spheret', p=2.0), []),
     (dict(residual='s2hc', n_streams=2, static=True, readout='softmax'), []),
@@ -560,6 +562,9 @@ BAD = [
     ('dropout', nothing, dict(dropout=1.0), r'dropout = 1\.0: must be in \[0, 1\)'),
     ('kromhc', nothing, dict(residual='kromhc', n_streams=3), r'n_streams = 3|n = 3'),
     ('mhc_lite', nothing, dict(residual='mhc_lite', n_streams=7), r'n_streams = 7|n = 7'),
+    ('res_init', nothing, dict(res_init=1), r'res_init = 1\.0: must be in \[-100, 0\]'),
+    ('no res_init', nothing, dict(res_init='x'), r'--res_init=x: res_init must be a number or None'),
+    ('no lm_eval', no_package('lm_eval'), dict(eval_tasks='piqa'), r'eval_tasks needs .*pip install lm_eval'),
     *((f'{key}', nothing, {key: 'nonsense'}, rf'--{key}=nonsense: {key} must be one of')
       for key in ('residual', 'norm', 'place', 'decay', 'bound', 'readout', 'dtype', 'backend')),
     ('a small vocabulary', nothing, dict(vocab_size=5), r'vocab_size = 5 is smaller than .*data, 18: .*size=0'),
