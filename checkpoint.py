@@ -1,5 +1,5 @@
 """
-The files of a run and the devices that it runs on: what train.py and sample.py share. Every error is a UserError that
+The files of a run and the devices that it runs on: what the scripts share. Every error is a UserError that
 names the file.
 
 A checkpoint is nanoGPT's dict (model, optimizer, model_args, iter_num, best_val_loss, config) and the tokenizer's
@@ -24,6 +24,8 @@ import torch.distributed as dist
 import kernels
 from configurator import UserError, explain, require
 from data.common import lock, replace_file
+from data.tokenizer import get_tokenizer
+from dataloader import GPT2, find_dataset, read_meta
 from model import GPT, GPTConfig
 
 DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -229,6 +231,32 @@ def pretrained(name, **overrides):
         return GPT.from_pretrained(name, overrides)
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         raise UserError(f'init_from={name}: could not be loaded ({str(e).splitlines()[0]})') from None
+
+
+def open_model(path):
+    """
+    (model, identity of its tokenizer, checkpoint) of the folder of a run (its ckpt.pt), a checkpoint file, gpt2,
+    gpt2-medium, gpt2-large, gpt2-xl, or a folder of transformers' save_pretrained; for the last two checkpoint is {}.
+    """
+    path = os.path.expanduser(path)
+    file = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
+    if not os.path.isfile(file) and (os.path.isfile(os.path.join(path, 'config.json')) or path.startswith('gpt2')):
+        return pretrained(path), GPT2['tokenizer'], {}
+    checkpoint = load_checkpoint(file)
+    model, identity = model_from_checkpoint(checkpoint, file), checkpoint.get('tokenizer')
+    if identity is None:  # nanoGPT's checkpoints name only the data set
+        dataset = checkpoint.get('config', {}).get('dataset', 'openwebtext')
+        identity = (read_meta(find_dataset(dataset)) if model.config.vocab_size < 50257 else GPT2)['tokenizer']
+    return model, identity, checkpoint
+
+
+def open_tokenizer(identity, model, path):
+    """The tokenizer of open_model(path), which must not have more tokens than the model."""
+    tokenizer = get_tokenizer(identity)
+    if tokenizer.n_vocab > model.config.vocab_size:
+        raise UserError(f'{path}: the model has {model.config.vocab_size} tokens, its tokenizer {tokenizer.n_vocab}; '
+                        'is that the data set it was trained on?')
+    return tokenizer
 
 
 # -----------------------------------------------------------------------------

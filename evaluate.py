@@ -39,10 +39,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint import DTYPES, autocast, load_checkpoint, model_from_checkpoint, pick_device, pretrained
+from checkpoint import DTYPES, autocast, open_model, open_tokenizer, pick_device
 from configurator import UserError, configure, did_you_mean, require
-from data.tokenizer import get_tokenizer
-from dataloader import GPT2, find_dataset, read_meta
 from docs import papers
 from docs.papers import PAPERS
 
@@ -489,23 +487,12 @@ def run_tasks(model, tokenizer, loaded, limit, device, dtype):
 
 def load(path):
     """(model, tokenizer, facts) of what out_dir names: see the top of this file."""
-    path = os.path.expanduser(path)
-    file = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
-    if not os.path.isfile(file) and (os.path.isfile(os.path.join(path, 'config.json')) or path.startswith('gpt2')):
-        model, checkpoint, identity = pretrained(path), {}, GPT2['tokenizer']
-    else:
-        checkpoint = load_checkpoint(file)
-        model, identity = model_from_checkpoint(checkpoint, file), checkpoint.get('tokenizer')
-        if identity is None:  # nanoGPT's checkpoints name only the data set
-            dataset = checkpoint.get('config', {}).get('dataset', 'openwebtext')
-            identity = (read_meta(find_dataset(dataset)) if model.config.vocab_size < 50257 else GPT2)['tokenizer']
-    tokenizer = get_tokenizer(identity)
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise UserError(f'{path}: the model has {model.config.vocab_size} tokens, its tokenizer {tokenizer.n_vocab}')
+    model, identity, checkpoint = open_model(path)
+    tokenizer = open_tokenizer(identity, model, path)
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
         digest.update(name.encode() + weight.numpy().tobytes())
-    return model, tokenizer, {'checkpoint': os.path.abspath(file) if checkpoint else path,
+    return model, tokenizer, {'checkpoint': os.path.abspath(os.path.expanduser(path)) if checkpoint else path,
                               'weights_sha256': digest.hexdigest(), 'step': checkpoint.get('iter_num'),
                               'residual': model.config.residual, 'parameters': model.get_num_params()}
 

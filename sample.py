@@ -8,10 +8,8 @@ import os
 
 import torch
 
-from checkpoint import DTYPES, autocast, load_checkpoint, model_from_checkpoint, pick_device, pretrained
+from checkpoint import DTYPES, autocast, open_model, open_tokenizer, pick_device
 from configurator import UserError, configure
-from data.tokenizer import get_tokenizer
-from dataloader import GPT2, find_dataset, read_meta
 
 # -----------------------------------------------------------------------------
 init_from = 'resume'   # resume = out_dir/ckpt.pt; or gpt2, gpt2-medium, gpt2-large, gpt2-xl, a checkpoint file, or a
@@ -32,19 +30,8 @@ configure(globals(), choices={'dtype': ('auto', *DTYPES)}, positive=('num_sample
 out_dir, init_from = os.path.expanduser(out_dir), os.path.expanduser(init_from)
 device, dtype = pick_device(device, dtype)
 path = os.path.join(out_dir, 'ckpt.pt') if init_from == 'resume' else init_from
-if init_from != 'resume' and not os.path.isfile(path) and (path.startswith('gpt2') or os.path.isdir(path)):
-    model, identity = pretrained(path), GPT2['tokenizer']
-else:
-    checkpoint = load_checkpoint(path)
-    model = model_from_checkpoint(checkpoint, path)
-    identity = checkpoint.get('tokenizer')
-    if identity is None:  # nanoGPT's checkpoints name only the data set
-        dataset = checkpoint.get('config', {}).get('dataset', 'openwebtext')
-        identity = (read_meta(find_dataset(dataset)) if model.config.vocab_size < 50257 else GPT2)['tokenizer']
-tokenizer = get_tokenizer(identity)
-if tokenizer.n_vocab > model.config.vocab_size:
-    raise UserError(f'{path}: the model has {model.config.vocab_size} tokens, its tokenizer {tokenizer.n_vocab}; '
-                    'is that the data set it was trained on?')
+model, identity, _ = open_model(path)
+tokenizer = open_tokenizer(identity, model, path)
 
 if start.startswith('FILE:'):
     try:

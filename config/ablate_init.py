@@ -1,5 +1,5 @@
-# Does the mixing matrix leave its start, and is that start the difference between the kinds? All start alike here, near
-# the identity (a logit of -8 off the diagonal), less near (-2) and uniform (0); 32 sub-layers, as analyze.py wants them;
+# Does the mixing matrix leave its start, and is the start what the kinds differ in? Here all start alike: near the
+# identity (a logit of -8 off the diagonal), less near (-2) and uniform (0). 32 sub-layers, as analyze.py wants them,
 # about 25 minutes on two CPU cores:
 # python ablate.py config/ablate_init.py
 

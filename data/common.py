@@ -97,7 +97,7 @@ def fetch_wheel(requirement, filename, digest):
     path = CACHE / filename
     if path.is_file() and sha256(path.read_bytes()) == digest:
         return path
-    print(f'downloading {filename} with pip...')
+    print(f'downloading {filename} with pip...', file=sys.stderr)
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:  # a half-finished download never carries the final name
