@@ -10,8 +10,8 @@ transformers' save_pretrained. A sub-layer is an attention or an MLP with its co
 
     stream.png     norm of the stream, cosine of its states before and after a sub-layer, kurtosis, largest activation
     blocks.png     loss when a block is skipped; attention on the first token
-    jacobian.png   singular values of d(stream after) / d(stream before), for a token, sub-layer by sub-layer and through
-                   depth; on spheres with the bounds of [SR], Prop. 6
+    jacobian.png   singular values of d(stream after)/d(stream before) for a token, of each sub-layer and through depth;
+                   on spheres with the bounds of [SR], Prop. 6
     sphere.png     angle, step size alpha, angular budget                                         sphere modes
     mixing.png     what H_res does: [S2], Figs. 2, 3, 5, 7                                        hyper-connections
     matrices.png   H_res at some depths and its product, with row and column sums: [S2], Figs. 9, 12
@@ -21,15 +21,16 @@ transformers' save_pretrained. A sub-layer is an attention or an MLP with its co
 arXiv 2603.20896.
 """
 import contextlib
+import itertools
 import json
 import math
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
@@ -118,48 +119,41 @@ def first_token_attention(attn, qkv, at):
 
 
 @torch.no_grad()
-def look(model, batches, seed):
+def look(model, idx, at):
     """
-    Passes windows through the model, of each of which one token of the second half is looked at. batches: of (x, y).
-    Returns name -> (N, ...) float64 of the N tokens: per sub-layer (N, L, ...), per block (N, n_layer).
+    What the token at[b] of each row of idx (B, T) meets: name -> (B, L, ...), by sub-layer, or (B, n_layer) for
+    first_token. H_res (B, L, n, n) and the mean cosine of the streams before and after it with hyper-connections only,
+    angle with spheres only.
     """
-    subs, draw = connections(model), torch.Generator().manual_seed(seed)
-    hyper = [res.mapping for res, _ in subs if isinstance(res, Hyper)]
+    subs, rows = connections(model), {}
     attns = [block.attn for block in model.transformer.h]
-    found = {}
 
     def keep(name, value):
-        found.setdefault(name, []).append(value.double().cpu())
+        rows.setdefault(name, []).append(value.double().cpu())
 
-    for x, _ in batches:
-        B, T = x.shape
-        at = torch.randint(T // 2, T, (B,), generator=draw).to(x.device)
-        rows = {}
+    def see_stream(i, args, out):
+        before, after = (token(state, at).flatten(1) for state in (args[0], out))       # (B, n C)
+        for name, value in stream_statistics(after).items():
+            keep(name, value)
+        keep('cosine', cosine(before, after))
+        if isinstance(subs[i][0], Sphere):
+            keep('angle', 2 * ((unit(before) - unit(after)).norm(dim=-1) / 2).asin())
 
-        def see_stream(i, args, out):
-            before, after = (token(state, at).flatten(1) for state in (args[0], out))    # (B, n C)
-            for name, value in stream_statistics(after).items():
-                rows.setdefault(name, []).append(value)
-            rows.setdefault('cosine', []).append(cosine(before, after))
-            if isinstance(subs[i][0], Sphere):
-                rows.setdefault('angle', []).append(2 * ((unit(before) - unit(after)).norm(dim=-1) / 2).asin())
+    def see_matrices(i, args, out):
+        X = token(args[0], at)                                                          # (B, n, C)
+        H = torch.eye(X.shape[1]).to(X).expand(len(X), -1, -1) if out[2] is None else token(out[2], at)
+        keep('H_res', H)
+        keep('streams', pairwise_cosine(X))
+        keep('mixed', pairwise_cosine(H.to(X) @ X))
 
-        def see_matrices(i, args, out):
-            X = token(args[0], at)                                                      # (B, n, C)
-            H = torch.eye(X.shape[1]).to(X).expand(B, -1, -1) if out[2] is None else token(out[2], at)
-            for name, value in (('H_res', H), ('streams', pairwise_cosine(X)), ('mixed', pairwise_cosine(H.to(X) @ X))):
-                rows.setdefault(name, []).append(value)
+    def see_attention(i, args, out):
+        keep('first_token', first_token_attention(attns[i], out, at))
 
-        def see_attention(i, args, out):
-            rows.setdefault('first_token', []).append(first_token_attention(attns[i], out, at))
-
-        with (hooks([res for res, _ in subs], see_stream), hooks(hyper, see_matrices),
-              hooks([attn.c_attn for attn in attns], see_attention)):
-            model(x)
-        for name, values in rows.items():
-            keep(name, torch.stack(values, 1))
-        keep('uniform', 1 / (at + 1.0))
-    return {name: torch.cat(values) for name, values in found.items()}
+    with (hooks([res for res, _ in subs], see_stream),
+          hooks([res.mapping for res, _ in subs if isinstance(res, Hyper)], see_matrices),
+          hooks([attn.c_attn for attn in attns], see_attention)):
+        model(idx)
+    return {name: torch.stack(values, 1) for name, values in rows.items()}
 
 
 @torch.no_grad()
@@ -257,17 +251,16 @@ def largest_singular_value(f, x, tolerance=1e-7, seed=0):
     while True:
         u = orthogonal(jvp(right[-1]), left)
         alphas.append(u.norm().item())
-        size = len(alphas)
-        bidiagonal = np.diag(alphas) + (np.diag(betas, 1) if betas else 0)
-        found = np.linalg.svd(bidiagonal, compute_uv=False)[0]
-        if size == min(x.numel(), out.numel()) or alphas[-1] == 0 or size > 2 and found - best <= tolerance * found:
-            return float(found)
-        best = found
+        if alphas[-1] <= 1e-14 * best or alphas[-1] == 0:  # nothing is left that the vectors do not span
+            return best
         left.append(u / alphas[-1])
         w = orthogonal(vjp(left[-1]), right)
         betas.append(w.norm().item())
-        if betas[-1] <= 1e-14 * found:
-            return float(found)
+        size, before = len(alphas), best
+        bidiagonal = np.eye(size, size + 1) * np.array(alphas)[:, None] + np.diag(betas, 1)[:size]
+        best = float(np.linalg.svd(bidiagonal, compute_uv=False)[0])
+        if betas[-1] <= 1e-14 * best or size > 2 and best - before <= tolerance * best:
+            return best
         right.append(w / betas[-1])
 
 
@@ -289,7 +282,7 @@ def sphere_bounds(res, branch, h):
         f, out = branch(h), res(h, branch)
         c = (h * f).sum() / h.square().sum()
         eta = ((f - c * h).norm() / h.norm()).item()
-        alpha = float(res.decay * res.step())
+        alpha = float(res.decay * res.step().detach())
         cos = cosine(h, out).item()
     D = alpha * (2 * largest_singular_value(lambda x: branch(x) - c * x, h) + eta)
     return 1 + D, max(0.0, abs(cos) - D)
@@ -297,8 +290,9 @@ def sphere_bounds(res, branch, h):
 
 def jacobians_of(model, windows, smallest):
     """
-    For each of windows (W, T), at its last token: name -> (W, L). `largest`, `smallest` of each sub-layer's Jacobian and
-    `largest_through`, `smallest_through` of the product up to it; on spheres `upper`, `lower` of [SR], Prop. 6.
+    At the last token of each of windows (W, T): name -> (W, L). `largest` and `smallest` singular value of each
+    sub-layer's Jacobian, `largest_through` and `smallest_through` of that of all up to it; on spheres `upper`, `lower`,
+    `upper_through` and `lower_through`, the bounds of [SR], Prop. 6: exp(sum of D) and the product of the lower ones.
     """
     found = {}
     with sdpa_kernel(SDPBackend.MATH):  # the others cannot be differentiated twice
@@ -320,7 +314,10 @@ def jacobians_of(model, windows, smallest):
                             rows.setdefault(name, []).append(value)
             for name, values in rows.items():
                 found.setdefault(name, []).append(values)
-    return {name: np.array(values) for name, values in found.items()}
+    found = {name: np.array(values) for name, values in found.items()}
+    if 'upper' in found:
+        found |= {'upper_through': np.exp(np.cumsum(found['upper'] - 1, 1)), 'lower_through': found['lower'].cumprod(1)}
+    return found
 
 
 # -----------------------------------------------------------------------------
@@ -362,10 +359,250 @@ def dyadic(angles):
     return budget
 
 
-def summary(values):
-    """(N, L) -> median and quartiles over the tokens, by sub-layer."""
-    return dict(zip(('low', 'median', 'high'), torch.tensor([0.25, 0.5, 0.75]).double().pipe(values)))
+def by_sublayer(values):
+    """(N, L) -> the quartiles over the tokens, by sub-layer; what the pictures draw is the median and the band."""
+    low, median, high = np.quantile(np.asarray(values), (0.25, 0.5, 0.75), axis=0).tolist()
+    return {'low': low, 'median': median, 'high': high}
 
 
 def analyze(path):
-    """Everything about a run: (label, numbers for analysis.json, entries of its matrices or None)."""
+    """What analysis.json has about a run, and the entries of its H_res (N, L, n, n), or None."""
+    model, _, checkpoint = open_model(path)
+    config = checkpoint.get('config', {})
+    folder = find_dataset(dataset or config.get('dataset') or 'openwebtext')
+    T = model.config.block_size
+    windows = Windows(open_dataset(folder, read_meta(folder), T)['val'], T)
+    model.to(place, DTYPES[dtype]).eval()
+    chosen = np.linspace(0, windows.total - 1, min(samples, windows.total)).astype(int)
+    size = max(1, 2**14 // T)
+    batches = [tuple(t.to(place) for t in windows.read(*windows.locate(part))) for part in
+               np.split(chosen, range(size, len(chosen), size))]
+    if batches[0][0].max() >= model.config.vocab_size:
+        raise UserError(f'dataset = {folder}: has tokens that {path} does not know: take the data of its training')
+
+    at = np.random.default_rng(seed).integers(T // 2, T, len(chosen))  # of the second half: with something before them
+    places = torch.as_tensor(at).to(place).split(size)
+    parts = [look(model, x, at) for (x, _), at in zip(batches, places)]
+    seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    H = seen.pop('H_res', None)
+    loss, without = skipping(model, batches)
+    result = {'path': path, 'residual': model.config.residual, 'step': checkpoint.get('iter_num'), 'data': folder,
+              'tokens': len(chosen), 'sublayers': 2 * model.config.n_layer, 'loss': loss, 'loss_without_block': without,
+              'uniform_attention': (1 / (at + 1)).mean(),
+              **{name: by_sublayer(values) for name, values in seen.items()}}
+    if 'angle' in seen:
+        steps = [res for res, _ in connections(model)]
+        result |= {'alpha': [float(res.decay * res.step().detach()) for res in steps],
+                   'on_bound': [bool(res.step.on_bound()) for res in steps],
+                   'radius': float(model.transformer.open.radius().detach()),
+                   'angular_budget': dyadic(seen['angle'].mean(0).tolist())}
+    if H is not None:
+        result['H_res'] = matrix_statistics(H)
+    if jacobians:
+        last = torch.cat([x for x, _ in batches])[:: max(1, len(chosen) // jacobians)][:jacobians]
+        result |= {name: by_sublayer(values) for name, values in jacobians_of(model, last, smallest).items()}
+    return result, H
+
+
+# -----------------------------------------------------------------------------
+# pictures: made to be read at half their size, by colour-blind readers too
+
+STYLES = [dict(color=color, linestyle=line) for line in ('-', '--', ':')
+          for color in ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#000000')]  # Okabe and Ito
+
+
+def panels(name, titles):
+    """A figure of two columns, its axes, and a function that saves it."""
+    rows = -(-len(titles) // 2)
+    figure, axes = pyplot.subplots(rows, 2, figsize=(13, 4.6 * rows), layout='constrained', squeeze=False)
+    for axis, title in zip(axes.flat, titles):
+        axis.set_title(title)
+        axis.set_xlabel('sub-layer')
+    for axis in axes.flat[len(titles):]:
+        axis.set_visible(False)
+
+    def save():
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        if len(labels) > 1:
+            figure.legend(handles, labels, loc='outside lower center', ncols=min(len(labels), 6))
+        replace_file(os.path.join(out_dir, name), lambda aside: figure.savefig(aside, dpi=100, format='png'))
+        pyplot.close(figure)
+    return axes.flat, save
+
+
+def draw(axis, found, key, dashed=None, **more):
+    """A line a run: its by_sublayer() entry, or a plain list; `dashed` is a second entry, of the same colour."""
+    for label, result in found.items():
+        style = styles[label]
+        for entry, thin in ((result.get(key), False), (dashed and result.get(dashed), True)):
+            if entry is None:
+                continue
+            middle = entry['median'] if isinstance(entry, dict) else entry
+            x = range(1, len(middle) + 1)
+            axis.plot(x, middle, **{**style, **(dict(linestyle='--', linewidth=1) if thin else dict(label=label))})
+            if isinstance(entry, dict) and not thin:
+                axis.fill_between(x, entry['low'], entry['high'], color=style['color'], alpha=0.15, linewidth=0)
+    axis.set(**more)
+
+
+def draw_stream(found):
+    axes, save = panels('stream.png', ['norm of the stream after each sub-layer', 'cosine of it before and after',
+                                       'kurtosis of it (Gaussian: 3)', 'its largest over its median entry'])
+    for axis, key, scale in zip(axes, ('norm', 'cosine', 'kurtosis', 'peak'), ('log', 'linear', 'log', 'log')):
+        draw(axis, found, key, yscale=scale)
+    save()
+
+
+def draw_blocks(found):
+    axes, save = panels('blocks.png', ['loss when a block is skipped, minus the loss', 'attention on the first token'])
+    rows = {label: {**r, 'cost': [max(loss - r['loss'], 1e-5) for loss in r['loss_without_block']],
+                    'even': [r['uniform_attention']] * len(r['loss_without_block'])} for label, r in found.items()}
+    draw(axes[0], rows, 'cost', xlabel='block', ylabel='nats per token, 1e-5 and less at the bottom', yscale='log')
+    draw(axes[1], rows, 'first_token', dashed='even', xlabel='block', ylabel='share; dashed: if it were even')
+    save()
+
+
+def draw_jacobian(found):
+    which = [('largest', 'upper'), ('smallest', 'lower'), ('largest_through', 'upper_through'),
+             ('smallest_through', 'lower_through')]
+    which = [pair for pair in which if any(pair[0] in result for result in found.values())]
+    titles = {'largest': 'largest singular value, each sub-layer', 'smallest': 'smallest, each sub-layer',
+              'largest_through': 'largest, from the first on', 'smallest_through': 'smallest, from the first on'}
+    axes, save = panels('jacobian.png', [titles[key] for key, _ in which])
+    for axis, (key, bound) in zip(axes, which):
+        bounds = any(bound in result for result in found.values())
+        draw(axis, found, key, dashed=bound, yscale='log', ylabel='dashed: bound of [SR], Prop. 6' if bounds else '')
+    save()
+
+
+def draw_sphere(found):
+    axes, save = panels('sphere.png', ['angle of each sub-layer', 'step size alpha; dots: on its upper bound',
+                                       'angular budget'])
+    draw(axes[0], found, 'angle', ylabel='radians')
+    draw(axes[1], found, 'alpha', yscale='log')
+    for n, (label, result) in enumerate(found.items()):
+        color, budget = styles[label]['color'], result['angular_budget']
+        held = [(l + 1, alpha) for l, alpha in enumerate(result['alpha']) if result['on_bound'][l]]
+        axes[1].scatter(*zip(*held or [((), ())]), color=color, s=25)
+        axes[2].bar(np.arange(len(budget)) + 0.8 * n / len(found), budget.values(), 0.8 / len(found), align='edge',
+                    color=color)
+    longest = max((result['angular_budget'] for result in found.values()), key=len)
+    axes[2].set(xticks=np.arange(len(longest)) + 0.4, xticklabels=[*longest], xlabel='sub-layers',
+                ylabel='sum of squared angles')
+    save()
+
+
+def draw_mixing(found):
+    axes, save = panels('mixing.png', [
+        'median of the largest entry of a row', 'share of rows with it on the diagonal',
+        'mean cosine of the streams after H_res', 'singular values of H_res off the mean',
+        'furthest column sum from 1', 'spectral norm of the product so far'])
+    rows = {label: {**result, **result['H_res']} for label, result in found.items()}
+    draw(axes[0], rows, 'row_maximum')
+    draw(axes[1], rows, 'on_diagonal')
+    draw(axes[2], rows, 'mixed', dashed='streams', ylabel='dashed: before it')
+    for i in range(max(len(row['off_mean'][0]) for row in rows.values())):
+        draw(axes[3], {label: {'value': [sigma[i] for sigma in row['off_mean']]} for label, row in rows.items()
+                       if i < len(row['off_mean'][0])}, 'value')
+    clamped = {label: {key: [max(x, 1e-9) for x in row[key]] for key in
+                       ('column_sums_off_through', 'column_sums_off')} for label, row in rows.items()}
+    draw(axes[4], clamped, 'column_sums_off_through', dashed='column_sums_off', yscale='log',
+         ylabel='of the product so far; dashed: of each H_res')
+    draw(axes[5], rows, 'norm_through')
+    save()
+
+
+def draw_matrices(found):
+    depths = 4
+    figure, axes = pyplot.subplots(len(found), depths + 1, figsize=(3.1 * (depths + 1), 3.3 * len(found)),
+                                   layout='constrained', squeeze=False)
+    for row, (label, result) in zip(axes, found.items()):
+        matrices = result['H_res']['mean']
+        chosen = np.linspace(0, len(matrices) - 1, depths).astype(int).tolist()
+        shown = [(f'sub-layer {l + 1}', matrices[l]) for l in chosen] + [('product of all', result['H_res']['product'])]
+        for axis, (title, H) in zip(row, shown):
+            H = np.array(H)
+            axis.imshow(H, cmap='RdBu', vmin=-1, vmax=1)
+            for (i, j), entry in np.ndenumerate(H if len(H) < 7 else np.empty((0, 0))):
+                color = 'white' if abs(entry) > 0.6 else 'black'
+                axis.text(j, i, f'{entry:.2f}', ha='center', va='center', color=color)
+            axis.set(title=f'{label}\n{title}' if title == 'sub-layer 1' else title, xticks=range(len(H)),
+                     yticks=range(len(H)), xticklabels=[f'{x:.3g}' for x in H.sum(0).round(4)],
+                     yticklabels=[f'{x:.3g}' for x in H.sum(1).round(4)])
+            axis.tick_params(labelsize=10, length=0)
+            axis.grid(False)
+    figure.supxlabel('mean over the tokens; along the axes: column and row sums', fontsize=12)
+    replace_file(os.path.join(out_dir, 'matrices.png'), lambda aside: figure.savefig(aside, dpi=100, format='png'))
+    pyplot.close(figure)
+
+
+def draw_entries(entries):
+    axes, save = panels('entries.png', ['entries of H_res on the diagonal', 'off the diagonal'])
+    for label, H in entries.items():
+        diagonal = torch.eye(H.shape[-1], dtype=torch.bool).expand_as(H)
+        for axis, values in zip(axes, (H[diagonal], H[~diagonal])):
+            axis.hist(values.clamp(-1, 1).numpy(), bins=np.linspace(-1, 1, 81), histtype='step', label=label, log=True,
+                      density=True, **styles[label])
+            axis.set(xlabel='entry', ylabel='density')
+    save()
+
+
+# -----------------------------------------------------------------------------
+# the script
+
+
+def print_table(found):
+    """A line a run: the numbers that tell most."""
+    print(f'{"":24} {"loss":>8} {"cheapest block":>15} {"largest J":>10} {"through":>10} {"first token":>12}')
+    for label, r in found.items():
+        costs = [loss - r['loss'] for loss in r['loss_without_block']]
+        jacobian = [f'{max(r[key]["median"]):.3g}' if key in r else '' for key in ('largest', 'largest_through')]
+        cheapest = f'{min(costs):.4f} (no. {costs.index(min(costs)) + 1})'
+        print(f'{label[:24]:24} {r["loss"]:8.4f} {cheapest:>15} {jacobian[0]:>10} {jacobian[1]:>10} '
+              f'{max(r["first_token"]["median"]):12.3f}')
+
+
+def main():
+    """Sets the keys, looks at the runs, draws."""
+    global out_dir, place, pyplot, styles
+    argv, words = sys.argv[1:], [word for word in sys.argv[1:] if not word.startswith('-') and not word.endswith('.py')]
+    if words:
+        argv = [word for word in argv if word not in words] + [f'--runs={",".join(words)}']
+    configure(globals(), argv=argv, choices={'dtype': ('float64', 'float32')}, positive=('samples',))
+    require('matplotlib', 'the pictures').use('agg')
+    pyplot = require('matplotlib.pyplot', 'the pictures')
+    pyplot.rcParams.update({'font.size': 14, 'axes.grid': True, 'grid.alpha': 0.3, 'lines.linewidth': 2})
+    place, _ = pick_device(device, dtype)
+    kernels.select('eager')  # only plain torch is differentiated twice
+    paths = [os.path.expanduser(path) for path in runs.split(',') if path]
+    if not paths or len(set(paths)) < len(paths):
+        raise UserError(f'runs = {runs}: name one folder of a run or more, each once')
+    first = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])
+    out_dir = os.path.expanduser(out_dir) or os.path.join(first, 'analysis')
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+    except OSError as e:
+        raise UserError(f'out_dir = {out_dir}: cannot be made ({e.strerror}); take another') from None
+    found, entries = {}, {}
+    for path in paths:
+        result, H = analyze(path)
+        label = result['residual']
+        if label in found:
+            label += f' ({path})'
+        found[label], entries[label] = result, H
+    styles = dict(zip(found, itertools.cycle(STYLES)))
+    spheres = {label: result for label, result in found.items() if 'alpha' in result}
+    hyper = {label: result for label, result in found.items() if 'H_res' in result}
+    for picture, those in ((draw_stream, found), (draw_blocks, found), (draw_jacobian, found if jacobians else {}),
+                           (draw_sphere, spheres), (draw_mixing, hyper), (draw_matrices, hyper),
+                           (draw_entries, {label: entries[label] for label in hyper})):
+        if those:
+            picture(those)
+    replace_file(os.path.join(out_dir, 'analysis.json'), lambda aside: Path(aside).write_text(
+        json.dumps({'torch': torch.__version__, 'dtype': dtype, 'runs': found}, indent=1) + '\n', encoding='utf-8'))
+    print_table(found)
+    print(f'written to {out_dir}: ' + ', '.join(sorted(os.listdir(out_dir))))
+
+
+if __name__ == '__main__':
+    main()
