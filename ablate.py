@@ -561,9 +561,11 @@ if os.path.exists('/proc/cpuinfo'):
 machine = f'{os.cpu_count()} cores of {machine}, {jobs} runs at once'
 if torch.cuda.is_available():
     machine = f'{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {machine}'
+seconds = sum(run.log[-1]['tokens'] / run.result['tokens_per_s'] for run in runs if run.result.get('tokens_per_s'))
 facts = {'command': shlex.join(['python', os.path.relpath(__file__), *sys.argv[1:]]),
          'date': time.strftime('%Y-%m-%d %H:%M %Z'), 'revision': ', '.join(sorted({run.revision for run in runs})),
-         'python': platform.python_version(), 'torch': torch.__version__, 'numpy': np.__version__, 'machine': machine}
+         'python': platform.python_version(), 'torch': torch.__version__, 'numpy': np.__version__, 'machine': machine,
+         'training': f'{seconds / 60 / jobs:.0f} minutes, by the throughput of the runs; no starting, no evaluating'}
 rule = (f'{mode_names[0]} at the same settings' if against == 'mode' else 'the first settings of the same mode') + (
     ', seed by seed, where every seed of both has finished. Lower and higher: past two standard errors of the '
     'difference. Chance alone gets there in 18% of the comparisons at 3 seeds, 12% at 5, 8% at 10.')
