@@ -61,12 +61,12 @@ def start_process_group(backend, device):
         store, rank, world = next(dist.rendezvous('env://'))
         if os.environ.get('GROUP_WORLD_SIZE', '1') == '1':
             # torchrun keeps its store over a restart (seen in torch 2.13): without names of their own the new processes
-            # find the addresses of the dead ones, and wait for them. Nodes count their restarts apart; see README.md.
+            # find the addresses of the dead ones, and wait for them. Nodes count their restarts apart; see docs/training.md.
             store = dist.PrefixStore(f'start {os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}', store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     except (RuntimeError, ValueError) as e:  # DistError is a RuntimeError
         raise UserError(f'torch.distributed could not start with backend = {backend} ({str(e).splitlines()[0]}): start '
-                        'all processes by torchrun, see Many processes in README.md') from None
+                        'all processes by torchrun, see docs/training.md') from None
 
 
 def pick_kernels(choice):

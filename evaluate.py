@@ -12,7 +12,7 @@ OUT_DIR is the folder of a run (its ckpt.pt), a checkpoint file, gpt2 (-medium, 
 transformers' save_pretrained. Tables are printed; eval.json has the last evaluation with everything that it depends on,
 results.jsonl all of them, a line each. The harness is an optional package: pip install "lm_eval[hf]==0.4.13".
 
-[SR], [S2] and [PE] are the papers of README.md; their numbers are in docs/papers.json.
+[SR], [S2] and [PE] are papers of CITATION.bib; their numbers are in docs/papers.json.
 """
 import contextlib
 import hashlib
