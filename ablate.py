@@ -504,7 +504,7 @@ def draw_losses():
                           color='C0' if len(loss['values']) == len(group.runs) else 'C3')
     axis.set(yticks=range(len(groups)), yticklabels=list(groups), ylim=(len(groups) - 0.5, -0.5),
              xlabel='final validation loss')
-    axis.tick_params(labelsize='x-small')
+    axis.tick_params(labelsize='small')
     save()
 
 
@@ -546,11 +546,12 @@ def compared(found, digits=4):
     lines = []
     for name, row in found.items():
         values = row['values'].values()
-        numbers = [row['mean'], row['se'], row['sd'], min(values, default=None), max(values, default=None)]
-        lines.append((name, str(len(values)), *(number(x, digits) for x in numbers), *(
-            number(row.get(key), digits) for key in ('difference', 'difference_se')), row.get('verdict', '')))
-    return ('', 'seeds', 'mean', 'standard error', 'standard deviation', 'lowest', 'highest', 'difference',
-            'its standard error', 'verdict'), lines
+        numbers = [row.get(key) for key in ('mean', 'se', 'difference', 'difference_se')]
+        rest = [row['sd'], min(values, default=None), max(values, default=None)]
+        lines.append((name, *(number(x, digits) for x in numbers), row.get('verdict', ''), str(len(values)),
+                      *(number(x, digits) for x in rest)))
+    return ('', 'mean', 'standard error', 'difference', 'its standard error', 'verdict', 'seeds', 'standard deviation',
+            'lowest', 'highest'), lines
 
 
 counts = Counter(run.result['status'] for run in runs)
