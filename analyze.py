@@ -49,7 +49,8 @@ out_dir = ''        # of the pictures and analysis.json; empty = the folder `ana
 dataset = ''        # whose validation split is read; empty = that of each run
 samples = 1024      # windows of block_size tokens, spread over the split; a token of each is looked at
 jacobians = 4       # windows whose last token's Jacobian is taken; 0 = none
-smallest = True     # the smallest singular values too, from whole Jacobians: slow for a stream past 1000 numbers
+smallest = True     # the smallest singular values too, from whole Jacobians; False = the largest alone, by a power
+                    # iteration, for a stream of more than 1000 numbers
 # how
 seed = 1337         # of the tokens that are looked at
 device = 'auto'     # cpu, cuda, cuda:N, mps; auto = the best that there is
@@ -288,33 +289,37 @@ def sphere_bounds(res, branch, h):
     return 1 + D, max(0.0, abs(cos) - D)
 
 
+def singular_values(functions, states, smallest):
+    """What jacobians_of gives, at one token: a dict a sub-layer."""
+    rows, product = [], None
+    for l, (f, x) in enumerate(zip(functions, states)):
+        if smallest:
+            J = jacobian(f, x)
+            product = J if product is None else J @ product
+            own, all_of = torch.linalg.svdvals(J), torch.linalg.svdvals(product)
+            row = {'largest': own[0].item(), 'smallest': own[-1].item(),
+                   'largest_through': all_of[0].item(), 'smallest_through': all_of[-1].item()}
+        else:
+            row = {'largest': largest_singular_value(f, x),
+                   'largest_through': largest_singular_value(through(functions[:l + 1]), states[0])}
+        if isinstance(f.func, Sphere):
+            row['upper'], row['lower'] = sphere_bounds(f.func, f.keywords['branch'], x)
+        rows.append(row)
+    return rows
+
+
 def jacobians_of(model, windows, smallest):
     """
     At the last token of each of windows (W, T): name -> (W, L). `largest` and `smallest` singular value of each
     sub-layer's Jacobian, `largest_through` and `smallest_through` of that of all up to it; on spheres `upper`, `lower`,
     `upper_through` and `lower_through`, the bounds of [SR], Prop. 6: exp(sum of D) and the product of the lower ones.
     """
-    found = {}
+    tokens = []
     with sdpa_kernel(SDPBackend.MATH):  # the others cannot be differentiated twice
         for window in tqdm(windows, desc='Jacobians', disable=None):
-            rows = {}
             with last_token(model, window) as (functions, states):
-                product = None
-                for l, (f, x) in enumerate(zip(functions, states)):
-                    rows.setdefault('largest', []).append(largest_singular_value(f, x))
-                    rows.setdefault('largest_through', []).append(
-                        largest_singular_value(through(functions[:l + 1]), states[0]))
-                    if smallest:
-                        J = jacobian(f, x)
-                        product = J if product is None else J @ product
-                        rows.setdefault('smallest', []).append(torch.linalg.svdvals(J)[-1].item())
-                        rows.setdefault('smallest_through', []).append(torch.linalg.svdvals(product)[-1].item())
-                    if isinstance(f.func, Sphere):
-                        for name, value in zip(('upper', 'lower'), sphere_bounds(f.func, f.keywords['branch'], x)):
-                            rows.setdefault(name, []).append(value)
-            for name, values in rows.items():
-                found.setdefault(name, []).append(values)
-    found = {name: np.array(values) for name, values in found.items()}
+                tokens.append(singular_values(functions, states, smallest))
+    found = {name: np.array([[row[name] for row in rows] for rows in tokens]) for name in tokens[0][0]}
     if 'upper' in found:
         found |= {'upper_through': np.exp(np.cumsum(found['upper'] - 1, 1)), 'lower_through': found['lower'].cumprod(1)}
     return found

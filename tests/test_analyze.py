@@ -64,13 +64,17 @@ def whole_jacobian(functions, state):
 def test_jacobians_are_the_whole_ones(mode):
     model, idx = build(mode), window()
     found = jacobians_of(model, idx[None], smallest=True)
+    iterated = jacobians_of(model, idx[None], smallest=False)
     states, subs = states_of(model, idx), connections(model)
+    assert 'smallest' not in iterated
     for l in range(len(subs)):
         own = torch.linalg.svdvals(whole_jacobian(subs[l:l + 1], states[l]))
         through = torch.linalg.svdvals(whole_jacobian(subs[:l + 1], states[0]))
         for name, value in (('largest', own[0]), ('smallest', own[-1]), ('largest_through', through[0]),
                             ('smallest_through', through[-1])):
             assert found[name][0, l] == pytest.approx(value.item(), rel=1e-6, abs=1e-9), (name, l)
+            if name in iterated:
+                assert iterated[name][0, l] == pytest.approx(value.item(), rel=1e-6), (name, l)
     assert all('forward' not in vars(block.attn) for block in model.transformer.h)  # all is as it was
     assert torch.equal(states_of(model, idx)[-1], states[-1])
 
