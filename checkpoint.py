@@ -61,7 +61,7 @@ def start_process_group(backend, device):
         store, rank, world = next(dist.rendezvous('env://'))
         if os.environ.get('GROUP_WORLD_SIZE', '1') == '1':
             # torchrun keeps its store over a restart (seen in torch 2.13): without names of their own the new processes
-            # find the addresses of the dead ones, and wait for them. Nodes count their restarts apart: docs/training.md.
+            # find the addresses of the dead, and wait. Nodes count their restarts apart, see docs/training.md.
             store = dist.PrefixStore(f'start {os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}', store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     except (RuntimeError, ValueError) as e:  # DistError is a RuntimeError
