@@ -46,6 +46,7 @@ def commands(text):
         block = re.sub(r'\\\n\s*', ' ', block)
         loops = {name: values.split() if '$' not in values else list(model.RESIDUALS)
                  for name, values in re.findall(r'for (\w+) in (.*?); do', block)}
+        loops |= {name: [value] for name, value in re.findall(r'^(\w+)=(\S+)$', block, re.MULTILINE)}
         for script, words in re.findall(rf'(?:python|torchrun\b.*?|^ *) ({SCRIPTS})\.py\b([^#;&|>\n]*)', block):
             names = [name for name in loops if f'${name}' in words]
             for values in itertools.product(*(loops[name] for name in names)):
