@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding='utf-8')
          for path in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]}
 SCRIPTS = 'train|sample|ablate|analyze|evaluate|bench'
+FENCE = re.compile(r'^ *```(\w*)\n(.*?)^ *```$', re.MULTILINE | re.DOTALL)
 
 
 def blocks(text, *languages):
     """The fenced blocks of a page."""
-    return [body for language, body in re.findall(r'^```(\w*)\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
-            if language in languages]
+    return [body for language, body in FENCE.findall(text) if language in languages]
 
 
 def read_file_block(block):
@@ -41,7 +41,7 @@ def read_file_block(block):
 def commands(text):
     """(script, words) of each command of a page; a shell loop gives all of its values."""
     found = []
-    inline = re.findall(r'`([^`]+)`', re.sub(r'^```.*?^```$', '', text, flags=re.MULTILINE | re.DOTALL))
+    inline = re.findall(r'`([^`]+)`', FENCE.sub('', text))
     for block in [*blocks(text, 'sh'), *(' '.join(span.split()) for span in inline)]:
         block = re.sub(r'\\\n\s*', ' ', block)
         loops = {name: values.split() if '$' not in values else list(model.RESIDUALS)
@@ -53,7 +53,7 @@ def commands(text):
                 line = words
                 for name, value in zip(names, values):
                     line = line.replace(f'${name}', value)
-                line = line.replace('=MODE', '=keel').replace('=SEED', '=1')
+                line = re.sub(r'=(SEED|S)\b', '=1', line.replace('=MODE', '=keel'))
                 found.append((f'{script}.py', shlex.split(line)))
     return found
 
@@ -78,8 +78,7 @@ def write_files(page, folder):
 
 @pytest.mark.parametrize('page', PAGES)
 def test_links_lead_somewhere(page):
-    text = re.sub(r'^```.*?^```$', '', PAGES[page], flags=re.MULTILINE | re.DOTALL)
-    links = re.findall(r'\]\(([^)#\s]+)(?:#[\w-]+)?\)', text)
+    links = re.findall(r'\]\(([^)#\s]+)(?:#[\w-]+)?\)', FENCE.sub('', PAGES[page]))
     assert [link for link in links if '://' not in link and not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
