@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib
 import pytest
 import torch
 
@@ -18,7 +17,6 @@ import dataloader
 import model
 from docs import papers
 
-matplotlib.use('agg')
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding='utf-8')
          for path in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]}
@@ -47,7 +45,7 @@ def commands(text):
         loops = {name: values.split() if '$' not in values else list(model.RESIDUALS)
                  for name, values in re.findall(r'for (\w+) in (.*?); do', block)}
         loops |= {name: [value] for name, value in re.findall(r'^(\w+)=(\S+)$', block, re.MULTILINE)}
-        for script, words in re.findall(rf'(?:python|torchrun\b.*?|^ *) ({SCRIPTS})\.py\b([^#;&|>\n]*)', block):
+        for script, words in re.findall(rf'(?:python|torchrun\b.*?) ({SCRIPTS})\.py\b([^#;&|>\n]*)', block):
             names = [name for name in loops if f'${name}' in words]
             for values in itertools.product(*(loops[name] for name in names)):
                 line = words
@@ -78,8 +76,14 @@ def write_files(page, folder):
 
 @pytest.mark.parametrize('page', PAGES)
 def test_links_lead_somewhere(page):
-    links = re.findall(r'\]\(([^)#\s]+)(?:#[\w-]+)?\)', FENCE.sub('', PAGES[page]))
-    assert [link for link in links if '://' not in link and not (ROOT / page).parent.joinpath(link).exists()] == []
+    for link, anchor in re.findall(r'\]\(([^)#\s]*)#?([\w-]*)\)', FENCE.sub('', PAGES[page])):
+        if '://' in link:
+            continue
+        target = (ROOT / page).parent / link if link else ROOT / page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r'^#+ (.*)', target.read_text(encoding='utf-8'), re.MULTILINE)
+            assert anchor in [re.sub(r'[^\w -]', '', line.lower()).replace(' ', '-') for line in headings], anchor
 
 
 def test_every_page_is_in_the_index():
