@@ -160,18 +160,19 @@ def look(model, idx, at):
 @torch.no_grad()
 def skipping(model, batches):
     """Mean loss in nats with all blocks, and the list of what it is without the first, the second ... block."""
-    def loss():
-        total = count = 0
-        for x, y in batches:
-            total, count = total + model(x, y)[1].item() * len(x), count + len(x)
-        return total / count
-
-    without = []
-    for block in model.transformer.h:
-        block.forward = lambda x: x
-        without.append(loss())
-        del block.forward
-    return loss(), without
+    blocks, total, count = model.transformer.h, np.zeros(len(model.transformer.h) + 1), 0
+    for x, y in batches:
+        states = []
+        with hooks(blocks, lambda i, args, out, states=states: states.append(args[0])):
+            losses = [model(x, y)[1].item()]
+        for block, state in zip(blocks, states):
+            block.forward = lambda x, state=state: state  # what came before it is known, and it adds nothing
+            losses.append(model(x, y)[1].item())
+        for block in blocks:
+            del block.forward
+        total, count = total + np.array(losses) * len(x), count + len(x)
+    loss, *without = (total / count).tolist()
+    return loss, without
 
 
 # -----------------------------------------------------------------------------
