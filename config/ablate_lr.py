@@ -14,3 +14,5 @@ n_embd = 32
 max_iters = 300
 lr_decay_iters = 300
 warmup_iters = 20
+eval_interval = 300
+eval_tokens = 8192
