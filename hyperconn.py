@@ -27,6 +27,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import kernels
+
 # -----------------------------------------------------------------------------
 # matrices
 
@@ -183,12 +185,16 @@ class _Write(torch.autograd.Function):
 
 def read(H_pre, X):
     """H_pre X: (B, T, n), (B, T, n, C) -> (B, T, C)"""
+    if kernels.takes_streams(X, H_pre):
+        return kernels.read(H_pre, X)
     with _full_precision(X):
         return (H_pre.to(X.dtype).contiguous().unsqueeze(-2) @ X).squeeze(-2)
 
 
 def write(X, f, H_post, H_res):
     """H_res X + H_post^T f: (B, T, n, C), (B, T, C), (B, T, n), (B, T, n, n) or None for I -> (B, T, n, C)"""
+    if kernels.takes_streams(X, f, H_post):
+        return kernels.write(X, f, H_post, H_res)
     with _full_precision(X):
         H_post = H_post.to(X.dtype).contiguous()
         H_res = None if H_res is None else H_res.to(X.dtype).contiguous()

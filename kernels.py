@@ -38,6 +38,7 @@ INTERPRET = os.environ.get('TRITON_INTERPRET', '0') not in ('', '0')  # what @tr
 # who runs
 
 _choice = 'auto'
+STREAMS = (2, 3, 4, 8)  # numbers of streams that have kernels
 
 
 def select(choice):
@@ -56,15 +57,25 @@ def select(choice):
     _choice = choice
 
 
+def _runs(*tensors):
+    """Whether kernels run on these tensors, the stream first. Raises ValueError."""
+    stream = tensors[0]
+    if _choice == 'eager' or (_choice == 'auto' and (triton is None or not stream.is_cuda)):
+        return False
+    if not stream.is_cuda and not INTERPRET:
+        raise ValueError(f"kernels = 'triton', but the stream is on {stream.device}: use kernels = 'auto', or set "
+                         'TRITON_INTERPRET=1')
+    return all(x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in tensors)
+
+
 def takes(h, f, alpha):
     """Whether the kernels run a retraction of h by f with step size alpha, a number or a tensor. Raises ValueError."""
-    if _choice == 'eager' or (_choice == 'auto' and (triton is None or not h.is_cuda)):
-        return False
-    if not h.is_cuda and not INTERPRET:
-        raise ValueError(f"kernels = 'triton', but the stream is on {h.device}: use kernels = 'auto', or set "
-                         'TRITON_INTERPRET=1')
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    return h.dtype in floats and f.dtype in floats and (not torch.is_tensor(alpha) or alpha.numel() == 1)
+    return _runs(h, f) and (not torch.is_tensor(alpha) or alpha.numel() == 1)
+
+
+def takes_streams(X, *others):
+    """Whether the kernels read and write X (..., n, C), with tensors of a dtype of their own. Raises ValueError."""
+    return X.shape[-2] in STREAMS and _runs(X, *others)
 
 
 # -----------------------------------------------------------------------------
@@ -291,6 +302,140 @@ def _backward(g_ptr, gy_ptr, h_ptr, f_ptr, alpha_ptr, weight_ptr, dh_ptr, df_ptr
 
 
 # -----------------------------------------------------------------------------
+# streams: read H_pre X and write H_res X + H_post^T f. S streams of width D lie side by side in a row of X; the numbers
+# of a row are vectors (ROWS,), the streams tiles (ROWS, BLOCK), and a matrix is a tuple of them, unrolled: nothing of
+# a token lies in memory. A program is one warp, mostly with one row, and no reduction needs another warp: neither
+# shared memory nor barriers. It walks over the columns, 128 at a time.
+
+
+@jit
+def _numbers(ptr, row, stride, live, COUNT: tl.constexpr):
+    # COUNT of (ROWS,)
+    numbers = ()
+    for k in tl.static_range(COUNT):
+        numbers += (tl.load(ptr + row * stride + k, mask=live, other=0.0),)
+    return numbers
+
+
+@jit
+def _streams(ptr, row, stride, col, mask, D: tl.constexpr, S: tl.constexpr):
+    # S of (ROWS, BLOCK), in float32
+    at = row[:, None] * stride + col[None, :]
+    streams = ()
+    for i in tl.static_range(S):
+        streams += (tl.load(ptr + i * D + at, mask=mask, other=0.0).to(tl.float32),)
+    return streams
+
+
+@jit
+def _add_products(sums, a, b, I: tl.constexpr, J: tl.constexpr):
+    # I x J partial sums of a_i b_j over the columns, (ROWS, BLOCK / 4): a thread adds up its 4 neighbours, and only
+    # the last step, after the loop over the columns, looks at other threads
+    added = ()
+    for i in tl.static_range(I):
+        for j in tl.static_range(J):
+            product = a[i] * b[j]
+            four = tl.reshape(product, (product.shape[0], product.shape[1] // 4, 4))
+            added += (sums[i * J + j] + tl.sum(four, axis=2),)
+    return added
+
+
+@jit
+def _read(pre_ptr, X_ptr, out_ptr, n, pre_stride, X_stride,
+          D: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    pre = _numbers(pre_ptr, row, pre_stride, row < n, S)
+    for start in range(0, D, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = (row < n)[:, None] & (col < D)[None, :]
+        X = _streams(X_ptr, row, X_stride, col, mask, D, S)
+        out = pre[0][:, None] * X[0]
+        for i in tl.static_range(1, S):
+            out += pre[i][:, None] * X[i]
+        tl.store(out_ptr + row[:, None] * D + col[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _read_backward(g_ptr, pre_ptr, X_ptr, dpre_ptr, dX_ptr, n, g_stride, pre_stride, X_stride,
+                   D: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    pre = _numbers(pre_ptr, row, pre_stride, row < n, S)
+    dpre = (tl.zeros([ROWS, BLOCK // 4], tl.float32),) * S
+    for start in range(0, D, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = (row < n)[:, None] & (col < D)[None, :]
+        g = _streams(g_ptr, row, g_stride, col, mask, D, 1)
+        X = _streams(X_ptr, row, X_stride, col, mask, D, S)
+        dpre = _add_products(dpre, X, g, S, 1)
+        for i in tl.static_range(S):
+            at = dX_ptr + (row * S + i)[:, None] * D + col[None, :]
+            tl.store(at, (pre[i][:, None] * g[0]).to(dX_ptr.dtype.element_ty), mask=mask)
+    for i in tl.static_range(S):
+        tl.store(dpre_ptr + row * S + i, tl.sum(dpre[i], axis=1), mask=row < n)
+
+
+@jit
+def _write(X_ptr, f_ptr, post_ptr, res_ptr, out_ptr, n, X_stride, f_stride, post_stride, res_stride,
+           D: tl.constexpr, S: tl.constexpr, MIX: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    # without MIX H_res is the identity
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    post = _numbers(post_ptr, row, post_stride, row < n, S)
+    if MIX:
+        res = _numbers(res_ptr, row, res_stride, row < n, S * S)
+    for start in range(0, D, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = (row < n)[:, None] & (col < D)[None, :]
+        X = _streams(X_ptr, row, X_stride, col, mask, D, S)
+        f = _streams(f_ptr, row, f_stride, col, mask, D, 1)
+        for i in tl.static_range(S):
+            out = post[i][:, None] * f[0]
+            if MIX:
+                for j in tl.static_range(S):
+                    out += res[i * S + j][:, None] * X[j]
+            else:
+                out += X[i]
+            at = out_ptr + (row * S + i)[:, None] * D + col[None, :]
+            tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _write_backward(g_ptr, X_ptr, f_ptr, post_ptr, res_ptr, dX_ptr, df_ptr, dpost_ptr, dres_ptr, n,
+                    g_stride, X_stride, f_stride, post_stride, res_stride,
+                    D: tl.constexpr, S: tl.constexpr, MIX: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    # without MIX dX is g, and no X is read
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    post = _numbers(post_ptr, row, post_stride, row < n, S)
+    dpost = (tl.zeros([ROWS, BLOCK // 4], tl.float32),) * S
+    if MIX:
+        res = _numbers(res_ptr, row, res_stride, row < n, S * S)
+        dres = (tl.zeros([ROWS, BLOCK // 4], tl.float32),) * (S * S)
+    for start in range(0, D, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = (row < n)[:, None] & (col < D)[None, :]
+        g = _streams(g_ptr, row, g_stride, col, mask, D, S)
+        f = _streams(f_ptr, row, f_stride, col, mask, D, 1)
+        dpost = _add_products(dpost, g, f, S, 1)
+        df = post[0][:, None] * g[0]
+        for i in tl.static_range(1, S):
+            df += post[i][:, None] * g[i]
+        tl.store(df_ptr + row[:, None] * D + col[None, :], df.to(df_ptr.dtype.element_ty), mask=mask)
+        if MIX:
+            X = _streams(X_ptr, row, X_stride, col, mask, D, S)
+            dres = _add_products(dres, g, X, S, S)
+            for j in tl.static_range(S):
+                dX = res[j][:, None] * g[0]
+                for i in tl.static_range(1, S):
+                    dX += res[i * S + j][:, None] * g[i]
+                at = dX_ptr + (row * S + j)[:, None] * D + col[None, :]
+                tl.store(at, dX.to(dX_ptr.dtype.element_ty), mask=mask)
+    for i in tl.static_range(S):
+        tl.store(dpost_ptr + row * S + i, tl.sum(dpost[i], axis=1), mask=row < n)
+    if MIX:
+        for k in tl.static_range(S * S):
+            tl.store(dres_ptr + row * (S * S) + k, tl.sum(dres[k], axis=1), mask=row < n)
+
+
+# -----------------------------------------------------------------------------
 # launching
 
 PROGRAMS = 528  # of the backward with NORM: 4 for each of the 132 multiprocessors of an H100
@@ -344,6 +489,28 @@ def _launch_backward(g, gy, h, f, alpha, weight, bias, p, max_angle, norm):
     return (dh, df, dalpha.sum().to(alpha.dtype).reshape(alpha.shape),
             None if dweight is None else dweight.sum(0).to(weight.dtype),
             None if dbias is None else dbias.sum(0).to(bias.dtype))
+
+
+def stream_tile(width, streams):
+    """BLOCK and ROWS of a program for streams, and its warps: one, with 4 elements a thread, past 4 streams 2."""
+    elements = ELEMENTS // (4 if streams <= 4 else 8)
+    block = max(4, min(triton.next_power_of_2(width), elements))
+    return dict(BLOCK=block, ROWS=max(1, elements // block)), 1
+
+
+def _launch(kernel, tile, tensors, **constants):
+    """Runs a kernel of streams with tensors by name, each (n, ...) or None; a stride is that of the tensor's rows."""
+    first = next(iter(tensors.values()))
+    n, (sizes, warps) = first.shape[0], tile
+    strides = {name: 0 if (x := tensors[name.replace('_stride', '_ptr')]) is None else x.stride(0)
+               for name in kernel.arg_names if name.endswith('_stride')}
+    if n:
+        with torch.cuda.device_of(first):
+            kernel[triton.cdiv(n, sizes['ROWS']),](**tensors, n=n, **strides, **constants, **sizes, num_warps=warps)
+
+
+def _new(shape, like, dtype=None):
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 # -----------------------------------------------------------------------------
@@ -423,44 +590,135 @@ def retract_norm(h, f, alpha, weight, bias, p, max_angle, norm):
 
 
 # -----------------------------------------------------------------------------
+# the operators of the streams. X, g (..., S, D), f (..., D), H_pre, H_post (..., S), H_res (..., S, S) or None for I
+
+
+def _flat(x, axes):
+    """x with its last axes as one, and the others as rows: (n, row)."""
+    return _rows(x.flatten(-axes))
+
+
+@torch.library.custom_op('hyper::read', mutates_args=())
+def read_op(H_pre: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
+    S, D = X.shape[-2:]
+    out = _new((*X.shape[:-2], D), X)
+    _launch(_read, stream_tile(D, S), dict(pre_ptr=_flat(H_pre, 1), X_ptr=_flat(X, 2), out_ptr=out), D=D, S=S)
+    return out
+
+
+@torch.library.custom_op('hyper::read_backward', mutates_args=())
+def read_backward_op(g: torch.Tensor, H_pre: torch.Tensor, X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    S, D = X.shape[-2:]
+    dpre, dX = _like(H_pre, X)
+    _launch(_read_backward, stream_tile(D, S), dict(
+        g_ptr=_flat(g, 1), pre_ptr=_flat(H_pre, 1), X_ptr=_flat(X, 2), dpre_ptr=dpre, dX_ptr=dX), D=D, S=S)
+    return dpre, dX
+
+
+@torch.library.custom_op('hyper::write', mutates_args=())
+def write_op(X: torch.Tensor, f: torch.Tensor, H_post: torch.Tensor, H_res: torch.Tensor | None) -> torch.Tensor:
+    S, D = X.shape[-2:]
+    out, = _like(X)
+    _launch(_write, stream_tile(D, S), dict(
+        X_ptr=_flat(X, 2), f_ptr=_flat(f, 1), post_ptr=_flat(H_post, 1),
+        res_ptr=None if H_res is None else _flat(H_res, 2), out_ptr=out), D=D, S=S, MIX=H_res is not None)
+    return out
+
+
+@torch.library.custom_op('hyper::write_backward', mutates_args=())
+def write_backward_op(g: torch.Tensor, X: torch.Tensor | None, f: torch.Tensor, H_post: torch.Tensor,
+                      H_res: torch.Tensor | None) -> list[torch.Tensor]:  # df, dH_post and, with an H_res, dX, dH_res
+    S, D = g.shape[-2:]
+    grads = _like(f, H_post, X, H_res)
+    df, dpost, dX, dres = (*grads, None, None)[:4]
+    _launch(_write_backward, stream_tile(D, S), dict(
+        g_ptr=_flat(g, 2), X_ptr=None if X is None else _flat(X, 2), f_ptr=_flat(f, 1), post_ptr=_flat(H_post, 1),
+        res_ptr=None if H_res is None else _flat(H_res, 2), dX_ptr=dX, df_ptr=df, dpost_ptr=dpost, dres_ptr=dres),
+        D=D, S=S, MIX=H_res is not None)
+    return list(grads)
+
+
+read_op.register_fake(lambda H_pre, X: _new((*X.shape[:-2], X.shape[-1]), X))
+read_backward_op.register_fake(lambda g, H_pre, X: _like(H_pre, X))
+write_op.register_fake(lambda X, f, H_post, H_res: _like(X)[0])
+write_backward_op.register_fake(lambda g, X, f, H_post, H_res: list(_like(f, H_post, X, H_res)))
+
+
+def _save_write(ctx, inputs, output):
+    X, f, H_post, H_res = inputs
+    ctx.save_for_backward(None if H_res is None else X, f, H_post, H_res)
+
+
+def _write_gradients(ctx, g):
+    df, dpost, *rest = write_backward_op(g, *ctx.saved_tensors)
+    dX, dres = rest or (g, None)
+    return dX, df, dpost, dres
+
+
+read_op.register_autograd(lambda ctx, g: read_backward_op(g, *ctx.saved_tensors),
+                          setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+write_op.register_autograd(_write_gradients, setup_context=_save_write)
+
+
+def read(H_pre, X):
+    """hyperconn.read where `takes_streams(X)`: the matrix in float32 whatever X is."""
+    return read_op(H_pre.float(), X)
+
+
+def write(X, f, H_post, H_res):
+    """hyperconn.write where `takes_streams(X, f)`: the matrices in float32 whatever X is."""
+    return write_op(X, f, H_post.float(), None if H_res is None else H_res.float())
+
+
+# -----------------------------------------------------------------------------
 # what a bench needs to know
 
 
-def least_bytes(n, width, direction, stream=4, branch=4, norm=None):
-    """
-    Bytes that a kernel must move for n rows: stream and branch in bytes an element, every tensor once; with norm, N(h')
-    or its gradient on top. Left out: alpha, a partial d alpha, and with norm what belongs to no row (the weights, which
-    stay in the cache, and PROGRAMS rows of their gradients).
-    """
-    row = {'forward': 2 * stream + branch, 'backward': 3 * stream + 2 * branch}[direction] + (branch if norm else 0)
-    return n * width * row
+# name -> the kernel, the tile of a program by width and number of streams S, and how many tensors as wide as a row of a
+# branch it must move: in the type of the stream, and in that of the branch; mix is False where H_res is the identity
+KERNELS = {
+    'forward': (_forward, lambda width, S: tile(width), lambda S, mix: (2, 1)),
+    'backward': (_backward, lambda width, S: tile(width), lambda S, mix: (3, 2)),
+    'read': (_read, stream_tile, lambda S, mix: (S + 1, 0)),
+    'read_backward': (_read_backward, stream_tile, lambda S, mix: (2 * S + 1, 0)),
+    'write': (_write, stream_tile, lambda S, mix: (2 * S, 1)),
+    'write_backward': (_write_backward, stream_tile, lambda S, mix: (3 * S if mix else S, 2)),
+}
 
 
-def aot(capability, width, direction, stream='fp32', branch='bf16', norm=None, p=0.5, max_angle=None, bias=True):
+def least_bytes(n, width, name, stream=4, branch=4, norm=None, streams=4, mix=True):
     """
-    Compiles a kernel for an NVIDIA chip that need not be there: capability 80 (A100), 90 (H100, H200), 100 (B200).
+    Bytes that a kernel of KERNELS must move for n rows: stream and branch in bytes an element, every tensor once; with
+    norm, N(h') or its gradient on top. Left out is what is not as wide as a row (alpha, d alpha, the matrices), and
+    with norm what belongs to no row (the weights, which stay in the cache, and PROGRAMS rows of their gradients).
+    """
+    in_stream, in_branch = KERNELS[name][2](streams, mix)
+    return n * width * (in_stream * stream + (in_branch + bool(norm)) * branch)
+
+
+def aot(capability, width, name, stream='fp32', branch='bf16', norm=None, p=0.5, max_angle=None, bias=True, streams=4,
+        mix=True):
+    """
+    Compiles a kernel of KERNELS for an NVIDIA chip that need not be there: capability 80 (A100), 90 (H100, H200), 100
+    (B200). norm, p, max_angle and bias are of a retraction; streams and mix (an H_res other than I) of streams.
     Returns registers a thread, spills and stack (bytes a thread), shared memory (bytes a program), warps, and the ptx.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     assert not INTERPRET, 'the interpreter compiles nothing: unset TRITON_INTERPRET'
-    kernel = {'forward': _forward, 'backward': _backward}[direction]
-    sizes, warps = tile(width)
-    constants = dict(D=width, NORM=norm, BIAS=bool(norm) and bias, **sizes, **_constants(p, max_angle))
-    types = dict.fromkeys(('h_ptr', 'g_ptr', 'out_ptr', 'dh_ptr'), '*' + stream)
+    kernel, shape, _ = KERNELS[name]
+    sizes, warps = shape(width, streams)
+    constants = dict(D=width, NORM=norm, BIAS=bool(norm) and bias, S=streams, MIX=mix, **sizes,
+                     **_constants(p, max_angle))
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types = dict.fromkeys(('h_ptr', 'g_ptr', 'out_ptr', 'dh_ptr', 'X_ptr', 'dX_ptr'), '*' + stream)
     types |= dict.fromkeys(('f_ptr', 'df_ptr', 'y_ptr', 'gy_ptr'), '*' + branch)
-    absent = () if norm else ('y_ptr', 'gy_ptr', 'weight_ptr', 'bias_ptr', 'dweight_ptr', 'dbias_ptr', 'gy_stride')
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        if name in constants or name in absent:
-            signature[name] = 'constexpr'
-            constants.setdefault(name, None)
-        elif name.endswith('_ptr'):
-            signature[name] = types.get(name, '*fp32')
-        else:
-            signature[name] = 'i32'
-        if name.endswith('_ptr') and name not in absent or name.endswith('_stride') and width % 16 == 0:
+        pointer = name.endswith('_ptr')
+        signature[name] = 'constexpr' if name in constants else types.get(name, '*fp32') if pointer else 'i32'
+        if pointer or name.replace('_stride', '_ptr') in types and width % 16 == 0:
             aligned[i,] = [['tt.divisibility', 16]]  # as torch's allocator and a launch would have it
     source = ASTSource(kernel, signature, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget('cuda', capability, 32), options=dict(num_warps=warps))
