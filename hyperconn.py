@@ -267,6 +267,10 @@ class Mapping(nn.Module):
         return torch.addcmul(bias, raw, a), scale[len(self.groups) :].unbind()
 
     def forward(self, X):
+        if not self.static and kernels.takes_mapping(self.kind, X, self.weight):
+            weight = self.weight.float() * self.gain
+            return kernels.coefficients(self.kind, X, weight, self.bias, self.scale, self.eps,
+                                        getattr(self, 'permutations', None))
         with _full_precision(X):
             logits, gates = self.logits(X)
             pre, post, res = logits.split((self.n, self.n, logits.shape[-1] - 2 * self.n), -1)
@@ -397,6 +401,8 @@ class HC(nn.Module):
             self.scale.fill_(0.01)
 
     def forward(self, X):
+        if not self.static and kernels.takes_mapping(self.kind, X, self.weight):
+            return kernels.coefficients(self.kind, X, self.weight, self.bias, self.scale, self.eps)
         n = self.n
         with _full_precision(X):
             dtype = _at_least_float32(X, self.bias)
@@ -423,3 +429,5 @@ KINDS = {
     'hc_identity': Identity,
     'hc_orthogonal': Orthogonal,
 }
+for _kind, _mapping in KINDS.items():
+    _mapping.kind = _kind  # by which kernels.py knows it
