@@ -545,7 +545,8 @@ def _cayley(a, M: tl.constexpr, P: tl.constexpr):
         column = tl.where(i == k, -1.0, column)
         rest = tl.where((i[:, :, None] == k) | (i[:, None, :] == k), 0.0, a)
         a = rest - column[:, :, None] * row[:, None, :]
-    return 2 * a - eye
+    q = 2 * a - eye
+    return q + _matmul(q, eye - _matmul(q, q, 'tn'), 'nn') / 2  # what rounding took from q^T q = I
 
 
 @jit
@@ -976,13 +977,15 @@ def project_tile(columns):
 def matrices_tile(streams):
     """P, which is `streams` or the next power of two, and ROWS of a program that makes matrices, and its warps: one."""
     p = triton.next_power_of_2(streams)
-    return dict(P=p, ROWS=max(1, ELEMENTS // max(p, 4) ** 3)), 1
+    return dict(P=p, ROWS=max(1, ELEMENTS // 2 // max(p, 4) ** 3)), 1
 
 
 def _launch(kernel, tile, tensors, **constants):
     """Runs a kernel of streams with tensors by name, each (n, ...) or None; a stride is that of the tensor's rows."""
     first = next(iter(tensors.values()))
     n, (sizes, warps) = first.shape[0], tile
+    if INTERPRET:  # which pays for rows that are not there
+        sizes['ROWS'] = min(sizes['ROWS'], max(16, triton.next_power_of_2(n)))
     strides = {name: 0 if (x := tensors[name.replace('_stride', '_ptr')]) is None else x.stride(0)
                for name in kernel.arg_names if name.endswith('_stride')}
     if n:

@@ -20,10 +20,13 @@ from test_kernels import BF16, DEVICE, DTYPES, F32, ROOT, ROUNDING, pairwise
 
 import hyperconn
 import kernels
+from model import GPT, GPTConfig
 
 STREAMS = [2, 3, 4, 8]
 WIDTHS = [1, 7, 24, 129, 768, 1000]
 ROWS = [1, 3, 257]
+MAPPINGS = [(kind, S) for kind, (streams, _) in kernels.MAPPINGS.items() for S in streams]
+MIXED = list(itertools.product([1, 3, 257], [F32, BF16], ['contiguous', 'strided', 'transposed']))
 LAYOUTS = ['contiguous', 'strided', 'transposed', 'expanded']
 
 
@@ -84,6 +87,56 @@ def check_streams(S, d, n, dtypes, layout, mix, seed=0):
     assert all(found[f'd{name} of read'] is None for name in live if name not in ('X', 'pre'))
 
 
+def randomized(kind, S, C, size=1.0, seed=0):
+    """A mapping with every parameter away from its start, and itself in float64."""
+    gen = torch.Generator().manual_seed(seed)
+    mapping = hyperconn.KINDS[kind](S, C, sublayer=1)
+    mapping.reset_parameters()
+    with torch.no_grad():
+        for name, p in mapping.named_parameters():
+            noise = torch.randn(p.shape, generator=gen) / (S * C) ** 0.5 if name == 'weight' else 0.3
+            p.add_(noise * size if name == 'weight' else noise * torch.randn(p.shape, generator=gen))
+        mapping.scale.add_(0.5)
+    exact = hyperconn.KINDS[kind](S, C, sublayer=1).double()
+    exact.load_state_dict(mapping.state_dict())
+    return mapping.to(DEVICE), exact.to(DEVICE)
+
+
+def check_mapping(kind, S, C, n, dtype, layout, seed=0):
+    """The matrices to 2e-6, their gradients to 1e-5 of their norm."""
+    mapping, exact = randomized(kind, S, C, seed=seed)
+    gen = torch.Generator().manual_seed(seed + 1)
+    X = laid_out(torch.randn(n, S, C, generator=gen).to(DEVICE, dtype), layout)[:, None].requires_grad_()
+    Xd = X.detach().double().requires_grad_()
+    assert kernels.takes_mapping(kind, X, mapping.weight) and not kernels.takes_mapping(kind, Xd, exact.weight)
+    found, wanted = ([H for H in m(x) if H is not None] for m, x in ((mapping, X), (exact, Xd)))
+    assert len(found) == len(wanted) == (2 if kind == 'hc_identity' else 3)
+    gs = [torch.randn(H.shape, generator=gen).to(DEVICE) for H in found]
+    for name, a, b in zip(('H_pre', 'H_post', 'H_res'), found, wanted):
+        assert a.shape == b.shape and a.dtype == F32, name
+        assert (a - b).abs().max() < 2e-6, name
+    live = dict(X=X, **dict(mapping.named_parameters()))
+    got = torch.autograd.grad(found, live.values(), gs)
+    want = torch.autograd.grad(wanted, [Xd, *exact.parameters()], [g.double() for g in gs])
+    for name, a, b in zip(live, got, want):
+        assert a.shape == b.shape and a.dtype == live[name].dtype, name
+        assert (a - b).norm() <= (1e-5 + ROUNDING[a.dtype]) * b.norm() + 1e-6 * n**0.5, name
+
+
+def trained(model, idx, targets, choice, steps=2):
+    """Losses, last gradients and weights of a few steps of SGD."""
+    kernels.select(choice)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(idx, targets)[1]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), {k: p.grad for k, p in model.named_parameters()}, model.state_dict()
+
+
 class TestKernels:
     __test__ = kernels.INTERPRET or torch.cuda.is_available()
 
@@ -112,6 +165,42 @@ class TestKernels:
         check_streams(S, 300, 3, (F32, BF16), 'contiguous', True)
         check_streams(S, 12, 11, (F32, BF16), 'contiguous', False)
 
+    @pytest.mark.parametrize('kind,S', MAPPINGS)
+    def test_mapping(self, kind, S):
+        seed = MAPPINGS.index((kind, S))
+        check_mapping(kind, S, [7, 24, 129][seed % 3], *MIXED[5 * seed % len(MIXED)], seed)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize('kind,S', MAPPINGS)
+    def test_mapping_grid(self, kind, S):
+        for seed, case in enumerate(itertools.product(WIDTHS, ROWS, DTYPES[:3], LAYOUTS)):
+            check_mapping(kind, S, *case[:2], case[2][1], case[3], seed)
+
+    @pytest.mark.parametrize('kind', kernels.MAPPINGS)
+    def test_mapping_with_the_tiles_of_a_gpu(self, kind, monkeypatch):
+        monkeypatch.setattr(kernels, 'ELEMENTS', 512)
+        check_mapping(kind, 4, 12, 7, F32, 'contiguous')  # 4 rows a program
+
+    @pytest.mark.filterwarnings('ignore:overflow')  # exp of the interpreter; 1 / inf is meant
+    @pytest.mark.parametrize('kind,S', [case for case in MAPPINGS if case[0] not in ('hc', 'hc_identity')])
+    def test_constraints_hold_in_float32(self, kind, S):
+        # from bfloat16 streams, and logits from small to saturated
+        for size in (0.1, 3, 100):
+            mapping, _ = randomized(kind, S, 32, size)
+            X = torch.randn(200, 1, S, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, BF16)
+            H = mapping(X)[2].squeeze(1).detach()
+            assert H.dtype == F32
+            H = H.double()
+            if kind == 'hc_orthogonal':
+                assert (H.mT @ H - torch.eye(S, device=DEVICE)).abs().max() < 5e-7
+                continue
+            assert (H.sum(-1) - 1).abs().max() < 1e-6
+            if kind != 'mhc':
+                assert (H.sum(-2) - 1).abs().max() < 1e-6
+                assert (torch.linalg.matrix_norm(H, 2) - 1).abs().max() < 1e-6
+            if kind != 's2hc':
+                assert H.min() >= 0
+
     def test_shapes(self):
         X, f, pre, post, res = (torch.randn(2, 3, *shape, device=DEVICE) for shape in
                                 ((4, 8), (8,), (4,), (4,), (4, 4)))
@@ -129,8 +218,88 @@ class TestKernels:
         assert not kernels.takes_streams(X[:, :, :1]) and not kernels.takes_streams(X.repeat(1, 1, 4, 1))
         inputs = [x.double().requires_grad_() for x in (X, X[:, :, 0], X[..., 0], X[..., :4])]
         assert torch.autograd.gradcheck(hyperconn.write, inputs)
-        kernels.select('eager')
-        assert not kernels.takes_streams(X)
+        mapping, exact = randomized('s2hc', 4, 8)
+        for choice in ('triton', 'eager'):
+            kernels.select(choice)
+            assert kernels.takes_mapping('s2hc', X, mapping.weight) == (choice == 'triton')
+            assert kernels.takes_streams(X) == (choice == 'triton')
+            assert not kernels.takes_mapping('s2hc', X, exact.weight)
+            assert not kernels.takes_mapping('kromhc', X[:, :, :3], mapping.weight)
+            assert not kernels.takes_mapping('mhc_lite', X.repeat(1, 1, 2, 1), mapping.weight)
+        kernels.select('triton')
+        for kind in kernels.MAPPINGS:  # static mappings, and 5 streams
+            for S, static in ((4, True), (5, False)):
+                if kind == 'kromhc' and S == 5:
+                    continue
+                mapping = hyperconn.KINDS[kind](S, 8, sublayer=0, static=static)
+                mapping.reset_parameters()
+                mapping.to(DEVICE)
+                x = torch.randn(2, 3, S, 8, device=DEVICE)
+                H_pre, H_post, H_res = mapping(x)
+                assert H_pre.shape == H_post.shape == (2, 3, S)
+                assert hyperconn.write(x, hyperconn.read(H_pre, x), H_post, H_res).shape == x.shape
+
+    def test_only_some_results_are_used(self):
+        X = torch.randn(2, 3, 4, 8, device=DEVICE)
+        for kind in ('hc', 's2hc', 'hc_identity'):
+            mapping, exact = randomized(kind, 4, 8)
+            for i in range(2 if kind == 'hc_identity' else 3):
+                a = torch.autograd.grad(mapping(X)[i].cos().sum(), mapping.weight)[0]
+                b = torch.autograd.grad(exact(X.double())[i].cos().sum(), exact.weight)[0]
+                assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6, (kind, i)
+
+    def test_nothing_to_do(self):
+        for kind in kernels.MAPPINGS:
+            mapping, _ = randomized(kind, 4, 8)
+            X = torch.zeros(2, 0, 4, 8, device=DEVICE, requires_grad=True)
+            sum(H.sum() for H in mapping(X) if H is not None).backward()
+            assert X.grad.shape == X.shape and not mapping.bias.grad.any() and not mapping.weight.grad.any()
+
+    def test_autocast_changes_nothing(self):
+        mapping, _ = randomized('mhc', 4, 8)
+        X = torch.randn(2, 3, 4, 8, device=DEVICE, requires_grad=True)
+        results = []
+        for enabled in (False, True):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+                H_pre, H_post, H_res = mapping(X)
+                out = hyperconn.write(X, hyperconn.read(H_pre, X), H_post, H_res)
+                results.append((out, *torch.autograd.grad(out.cos().sum(), (X, *mapping.parameters()))))
+        for a, b in zip(*results):
+            assert torch.equal(a, b)
+
+    @pytest.mark.parametrize('kind', kernels.MAPPINGS)
+    def test_a_trained_step_is_the_eager_one(self, kind):
+        idx, targets = torch.randint(0, 31, (2, 2, 16), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        found = []
+        for choice, recompute in (('triton', False), ('eager', False), ('triton', True))[:3 if kind == 's2hc' else 2]:
+            torch.manual_seed(0)
+            model = GPT(GPTConfig(block_size=16, vocab_size=31, n_layer=1, n_head=2, n_embd=32, residual=kind))
+            model.recompute = recompute
+            found.append(trained(model.to(DEVICE), idx, targets, choice))
+        for a, b in zip(*found[:2]):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        (_, grads, _), (_, wanted, _), *again = found
+        for name, want in wanted.items():
+            assert (grads[name] - want).norm() <= 1e-5 * want.norm() + 1e-7, name
+            assert not again or torch.equal(grads[name], again[0][1][name]), name  # recompute=True
+
+    @pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=pytest.mark.slow)])
+    def test_compiles_in_one_graph(self, backend, tmp_path, monkeypatch):
+        monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
+        torch._dynamo.reset()
+        mapping, _ = randomized('s2hc', 4, 8)
+        plain, _ = randomized('hc_identity', 4, 8)
+        X = torch.randn(2, 3, 4, 8, device=DEVICE, requires_grad=True)
+
+        def fn(X):
+            for m in (mapping, plain):
+                H_pre, H_post, H_res = m(X)
+                X = hyperconn.write(X, hyperconn.read(H_pre, X).tanh(), H_post, H_res)
+            return X.cos().sum()
+
+        live = [X, *mapping.parameters(), *plain.parameters()]
+        grads = [torch.autograd.grad(run(X), live) for run in (fn, torch.compile(fn, fullgraph=True, backend=backend))]
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
     def test_opcheck(self):
         X, G = torch.randn(2, 2, 3, 4, 8, device=DEVICE)
@@ -143,6 +312,21 @@ class TestKernels:
         torch.library.opcheck(ops.write, (*live[:3], None))
         torch.library.opcheck(ops.write_backward, (G, X, g.bfloat16(), post, res))
         torch.library.opcheck(ops.write_backward, (G, None, g, post, None))
+
+    def test_opcheck_of_mappings(self):
+        ops = torch.ops.hyper
+        X, w = torch.randn(2, 3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
+        raw, inv = ops.project(X, w, 1e-6)
+        torch.library.opcheck(ops.project, (X.clone().requires_grad_(), w.clone().requires_grad_(), 1e-6))
+        torch.library.opcheck(ops.project_backward, (raw.cos(), raw, inv, X, w))
+        for kind in ('s2hc', 'mhc_lite', 'hc_identity'):
+            mapping, _ = randomized(kind, 2, 8)
+            raw = torch.randn(2, 3, mapping.bias.numel(), device=DEVICE)
+            args = mapping.bias.detach(), mapping.scale.detach(), getattr(mapping, 'permutations', None), kind, 2
+            gs = [torch.randn_like(H) for H in ops.matrices(raw, *args)]
+            live = [x.clone().requires_grad_() for x in (raw, *args[:2])]
+            torch.library.opcheck(ops.matrices, (*live, *args[2:]))
+            torch.library.opcheck(ops.matrices_backward, (*(*gs, None)[:3], raw, *args))
 
 
 class TestBytes:
@@ -198,6 +382,21 @@ class TestBytes:
             numbers = 4 * n * 2 * (S + S * S)  # the matrices and their gradients
             assert least < total <= least + numbers and total <= 1.25 * least, (name, total, least)
 
+    @pytest.mark.parametrize('dtype', [F32, BF16], ids=str)
+    def test_logits_read_the_streams_once(self, dtype, moved):
+        n, S, d = 40, 4, 96
+        mapping, _ = randomized('kromhc', S, d)
+        X = torch.randn(n, 1, S, d).to(dtype).requires_grad_()
+        K, D = mapping.weight.shape
+        raw, inv = torch.ops.hyper.project(X.flatten(-2), mapping.weight, 1e-6)
+        weights, numbers = 2 * K * D * 4, n * (K + 1) * 4  # the weights once a program, of 32 rows
+        assert sum(moved.values()) == kernels.least_bytes(n, d, 'project', dtype.itemsize, streams=S) + weights + numbers
+        moved.clear()
+        torch.ops.hyper.project_backward(raw.cos(), raw, inv, X.flatten(-2), mapping.weight)
+        numbers = n * (2 * K + 1) * 4
+        assert sum(moved.values()) == (kernels.least_bytes(n, d, 'project_backward', dtype.itemsize, streams=S) + weights
+                                       + numbers)
+
 
 class TestCompiled:
     __test__ = not kernels.INTERPRET and kernels.triton is not None
@@ -219,6 +418,24 @@ class TestCompiled:
         assert found['shared'] == 0 and 'bar.sync' not in ptx
         assert 'ld.global.v4.b32' in ptx and 'st.global.v4.b32' in ptx
         assert 'cvt.rn.bf16' in self.check(90, 768, name, stream='bf16')[1]  # to nearest
+
+    def test_matrices_stay_in_a_warp(self):
+        for name in ('matrices', 'matrices_backward'):
+            found, ptx = self.check(90, 768, name, kind='s2hc')
+            assert found['registers'] <= 128 and found['warps'] == 1
+        self.check(90, 768, 'project', kind='s2hc')
+        self.check(90, 768, 'project_backward', kind='s2hc')
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize('kind', kernels.MAPPINGS)
+    @pytest.mark.parametrize('capability', [80, 90])
+    def test_no_spills_in_mappings(self, capability, kind):
+        for S in kernels.MAPPINGS[kind][0]:
+            for name in ('matrices', 'matrices_backward'):
+                self.check(capability, 768, name, streams=S, kind=kind)
+            for width in (768, 1024, 2048, 4096) if S == 4 else (768,):
+                for name, stream in itertools.product(('project', 'project_backward'), ('fp32', 'bf16')):
+                    self.check(capability, width, name, stream=stream, streams=S, kind=kind)
 
     @pytest.mark.slow
     @pytest.mark.parametrize('S,width', [(4, 768), (4, 1024), (4, 2048), (4, 4096), (2, 768), (3, 768), (8, 768)])
@@ -251,3 +468,13 @@ if not kernels.INTERPRET and kernels.triton is not None:
     @pytest.mark.slow
     def test_grid_in_the_interpreter():
         in_the_interpreter('slow')
+
+
+def test_constants():
+    assert getattr(kernels.SINKHORN, 'value', kernels.SINKHORN) == hyperconn.sinkhorn.__defaults__[0]
+    assert set(kernels.MAPPINGS) == set(hyperconn.KINDS)
+    for kind, S in MAPPINGS:
+        assert hyperconn.KINDS[kind](S, 8, sublayer=0).bias.numel() == 2 * S + kernels.MAPPINGS[kind][1](S)
+    assert kernels.least_bytes(3, 10, 'write_backward', 4, 2) == 30 * (12 * 4 + 2 * 2)
+    assert kernels.least_bytes(3, 10, 'write_backward', 4, 2, mix=False) == 30 * (4 * 4 + 2 * 2)
+    assert kernels.least_bytes(3, 10, 'read', 2, streams=8) == 30 * 9 * 2
