@@ -1,5 +1,5 @@
 """
-Triton kernels for the sphere retraction of spheretnorm.py: one forward, one backward, at the speed of memory.
+Triton kernels for the sphere retraction of spheretnorm.py and for the streams of hyperconn.py, at the speed of memory.
 
 A retraction is a handful of flops an element, so its price is what it moves. h' = cos(theta) h + b z is a combination
 of h and f with two numbers a token, and so are the gradients (of h, f and g): a program loads its rows once, keeps
@@ -11,8 +11,17 @@ them in registers through every reduction, and writes its results once.
 Nothing is kept for the backward but h, f and alpha. d alpha is one number a program, summed by a second kernel: no
 atomics, so a step is reproducible to the bit. Arithmetic is float32 whatever is stored.
 
-`select` says who runs; `spheretnorm.retract` asks `takes` and falls back to its plain torch form. The algebra, with
-the meaning of cos, sinc, slope and curve, is explained there: these kernels repeat spheretnorm._Retract line by line.
+A hyper-connection has S streams of a width each (n in hyperconn; here n counts rows) and moves them three times, once
+in and at most once out each time; its small matrices live in registers and are made again in the backward.
+
+    project     reads X             writes x'W, the logits   [backward: reads X, writes dX]
+    matrices    reads the logits    writes H_pre, H_post, H_res
+    read        reads X             writes H_pre X           [backward: reads X, g, writes dX, dH_pre]
+    write       reads X, f          writes X'                [backward: reads X, f, g, writes dX, df, dH_post, dH_res]
+
+`select` says who runs; `spheretnorm.retract` and hyperconn ask `takes`, `takes_streams` or `takes_mapping` and fall
+back to their plain torch form. The algebra is explained there: the kernels of the retraction, with the meaning of cos,
+sinc, slope and curve, repeat spheretnorm._Retract line by line.
 Without a GPU: TRITON_INTERPRET=1 runs them in Python, and `aot` compiles them for a chip that is not there.
 """
 import math
@@ -54,7 +63,8 @@ MAPPINGS = {
 def select(choice):
     """
     For the whole process: 'auto' takes the kernels for tensors on CUDA where triton is installed, 'eager' never,
-    'triton' always. float64 and an alpha per token have no kernel and stay in plain torch. Raises ValueError.
+    'triton' always. What has no kernel stays in plain torch: float64, an alpha per token, static mappings, and what
+    STREAMS and MAPPINGS leave out. Raises ValueError.
     """
     global _choice
     if choice not in ('auto', 'triton', 'eager'):
@@ -453,10 +463,10 @@ def _write_backward(g_ptr, X_ptr, f_ptr, post_ptr, res_ptr, dX_ptr, df_ptr, dpos
 
 # -----------------------------------------------------------------------------
 # streams: the mapping X -> H_pre, H_post, H_res of hyperconn, in two kernels. The first multiplies rows of X, tile by
-# tile, with the weights of all logits. The second makes the matrices from the logits: tiles (ROWS, P, P), with all tokens
-# of a program in one warp. One kernel for both would hold a token's logits where it needs its matrices; what they hand
-# on is less than a hundredth of X. Unrolled into scalars (a thread a token) the matrices need a quarter of an hour of
-# compilation at 8 streams, for Triton's pass that orders memory accesses is quadratic in the operations.
+# tile, with the weights of all K logits. The second makes the matrices from the logits, as tiles (ROWS, P, P), P >= S a
+# power of two, a few tokens in a warp. One kernel for both would have to spread the columns of a product over the
+# threads; what the first hands to the second is a hundredth of X. Unrolled into scalars, a thread a token, s2hc of 8
+# streams took 225 s to compile: Triton's pass over memory accesses is quadratic in the operations.
 
 
 @jit
@@ -598,7 +608,8 @@ def _logits_backward(sink, d, k, valid, GROUP: tl.constexpr, K: tl.constexpr):
     _store_sum(sums_ptr + K + GROUP, d * raw)
 
 
-# H_res of a kind (ROWS, P P) from `source`, and the gradients of its logits, from d (ROWS, P P), into `sink`
+# H_res of a kind, (ROWS, P P), from source = (raw_ptr, bias_ptr, scale_ptr, row, live); and from its gradient d those
+# of the logits, bias and scale, into sink = (raw_ptr, scale_ptr, draw_ptr, sums_ptr, row, live)
 
 
 @jit
@@ -685,7 +696,7 @@ def _mhc(source, S: tl.constexpr, P: tl.constexpr, K: tl.constexpr, ROWS: tl.con
     logits = _sinkhorn_logits(source, S, P, K, ROWS)
     u = tl.zeros([ROWS, P], tl.float32)
     v = u
-    for step in range(SINKHORN):
+    for _ in range(SINKHORN):
         v = _lse(logits - u[:, :, None], 1)
         u = _lse(logits - v[:, None, :], 2)
     res = tl.exp(logits - v[:, None, :] - u[:, :, None])
@@ -695,7 +706,7 @@ def _mhc(source, S: tl.constexpr, P: tl.constexpr, K: tl.constexpr, ROWS: tl.con
 @jit
 def _mhc_backward(source, sink, d, S: tl.constexpr, P: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
     # keeps the u of every step in registers, (ROWS, STEPS, P); the v are computed again
-    STEPS: tl.constexpr = 32
+    STEPS: tl.constexpr = 32  # the power of two from SINKHORN on
     logits = _sinkhorn_logits(source, S, P, K, ROWS)
     step_of = tl.arange(0, STEPS)[None, :, None]
     u = tl.zeros([ROWS, P], tl.float32)
@@ -822,7 +833,8 @@ def _hc_backward(sink, dpre_ptr, dpost_ptr, dres_ptr, dpre_stride, dpost_stride,
     at = row[:, None] * K + k[None, :]
     t = _tanh(tl.load(raw_ptr + at, mask=mask, other=0.0))
     row = row[:, None]
-    d = tl.load(dres_ptr + row * dres_stride + (which * S + stream)[None, :], mask=mask & (which < S)[None, :], other=0.0)
+    at_res = row * dres_stride + (which * S + stream)[None, :]
+    d = tl.load(dres_ptr + at_res, mask=mask & (which < S)[None, :], other=0.0)
     d += tl.load(dpre_ptr + row * dpre_stride + stream[None, :], mask=mask & (which == S)[None, :], other=0.0)
     d += tl.load(dpost_ptr + row * dpost_stride + stream[None, :], mask=mask & (which > S)[None, :], other=0.0)
     scale = tl.load(scale_ptr + (which > S).to(tl.int32))[None, :]
@@ -971,7 +983,8 @@ def stream_tile(width, streams):
 
 def project_tile(columns):
     """BLOCK, ROWS and COLUMNS of a program that computes logits, `columns` of them, and its number of warps."""
-    return dict(BLOCK=32, ROWS=ELEMENTS // 16, COLUMNS=max(16, triton.next_power_of_2(columns))), 4
+    padded = max(16, triton.next_power_of_2(columns))
+    return dict(BLOCK=32, ROWS=ELEMENTS // 16, COLUMNS=padded), max(4, padded // 16)
 
 
 def matrices_tile(streams):
@@ -993,8 +1006,8 @@ def _launch(kernel, tile, tensors, **constants):
             kernel[triton.cdiv(n, sizes['ROWS']),](**tensors, n=n, **strides, **constants, **sizes, num_warps=warps)
 
 
-def _new(shape, like, dtype=None):
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+def _new(shape, like):
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 # -----------------------------------------------------------------------------
@@ -1174,13 +1187,13 @@ def project_backward_op(g: torch.Tensor, raw: torch.Tensor, inv: torch.Tensor, X
 
 
 @torch.library.custom_op('hyper::matrices', mutates_args=())
-def matrices_op(raw: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor, table: torch.Tensor | None, kind: str, S: int
-                ) -> list[torch.Tensor]:
+def matrices_op(raw: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor, table: torch.Tensor | None, kind: str,
+                S: int) -> list[torch.Tensor]:  # H_pre, H_post and, but for the identity, H_res
     outputs = _matrices_fake(raw, bias, scale, table, kind, S)
     pre, post, res = (*outputs, None)[:3]
-    _launch(_matrices, matrices_tile(S), dict(raw_ptr=_flat(raw, 1).contiguous(), bias_ptr=bias, scale_ptr=scale, table_ptr=table,
-                                             pre_ptr=pre, post_ptr=post, res_ptr=res),
-            KIND=kind, K=raw.shape[-1], S=S)
+    _launch(_matrices, matrices_tile(S), dict(
+        raw_ptr=_flat(raw, 1).contiguous(), bias_ptr=bias, scale_ptr=scale, table_ptr=table, pre_ptr=pre,
+        post_ptr=post, res_ptr=res), KIND=kind, K=raw.shape[-1], S=S)
     return outputs
 
 
@@ -1192,8 +1205,8 @@ def matrices_backward_op(dpre: torch.Tensor, dpost: torch.Tensor, dres: torch.Te
     raw, tile = _flat(raw, 1).contiguous(), matrices_tile(S)
     sums = _new((triton.cdiv(len(raw), tile[0]['ROWS']), len(bias) + len(scale)), bias)
     _launch(_matrices_backward, tile, dict(
-        raw_ptr=raw, bias_ptr=bias, scale_ptr=scale, table_ptr=table, dpre_ptr=_flat(dpre, 1), dpost_ptr=_flat(dpost, 1),
-        dres_ptr=None if dres is None else _flat(dres, 2), draw_ptr=draw, sums_ptr=sums),
+        raw_ptr=raw, bias_ptr=bias, scale_ptr=scale, table_ptr=table, dpre_ptr=_flat(dpre, 1),
+        dpost_ptr=_flat(dpost, 1), dres_ptr=None if dres is None else _flat(dres, 2), draw_ptr=draw, sums_ptr=sums),
         KIND=kind, SUMS=sums.shape[1], K=raw.shape[-1], S=S)
     return draw, sums.sum(0)
 
@@ -1234,8 +1247,8 @@ matrices_op.register_autograd(_matrices_gradients, setup_context=_save_matrices)
 def coefficients(kind, X, weight, bias, scale, eps, table=None):
     """
     H_pre, H_post, H_res of a hyperconn mapping where `takes_mapping(kind, X, weight)`, in float32, H_res None for the
-    identity. weight (logits, n C), of hc (n + 2, C),
-    includes the gain; table: the permutations of mhc_lite. For the backward x'W and 1/rms are kept, and not the matrices.
+    identity. weight (logits, n C), for hc (n + 2, C), with the gain in it; table: the permutations of mhc_lite. Beside
+    X and the parameters the backward needs x'W and 1/rms, which are kept, and makes the matrices again.
     """
     raw, _ = project_op(X if kind == 'hc' else X.flatten(-2), weight.float(), eps)
     raw = raw.flatten(-2) if kind == 'hc' else raw  # hc: from every stream by itself
@@ -1246,9 +1259,8 @@ def coefficients(kind, X, weight, bias, scale, eps, table=None):
 # -----------------------------------------------------------------------------
 # what a bench needs to know
 
-
-# name -> the kernel, the tile of a program by width, number of streams S and of logits K, and how many tensors as wide as
-# a row of a branch it must move: in the type of the stream, and in that of the branch; mix is False where H_res is I
+# name -> the kernel, the tile of a program by width, number of streams S and of logits K, and how many tensors as wide
+# as a branch it must move, in the type of the stream and in that of the branch; mix is False where H_res is I
 KERNELS = {
     'forward': (_forward, lambda width, S, K: tile(width), lambda S, mix: (2, 1)),
     'backward': (_backward, lambda width, S, K: tile(width), lambda S, mix: (3, 2)),
@@ -1287,14 +1299,12 @@ def aot(capability, width, name, stream='fp32', branch='bf16', norm=None, p=0.5,
     assert not INTERPRET, 'the interpreter compiles nothing: unset TRITON_INTERPRET'
     kernel, shape, _ = KERNELS[name]
     logits = 2 * streams + MAPPINGS[kind][1](streams)
-    if name.startswith('project') and kind == 'hc':
-        logits = streams + 2
+    if name.startswith('project'):  # hc projects every stream by itself
+        width, logits = (width, streams + 2) if kind == 'hc' else (width * streams, logits)
     sizes, warps = shape(width, streams, logits)
     constants = dict(D=width, NORM=norm, BIAS=bool(norm) and bias, S=streams, MIX=mix, K=logits, SUMS=logits + 8,
                      EPS=1e-6, KIND=kind, **sizes, **_constants(p, max_angle))
-    if name.startswith('project') and kind != 'hc':
-        constants['D'] = width * streams
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     types = dict.fromkeys(('h_ptr', 'g_ptr', 'out_ptr', 'dh_ptr', 'X_ptr', 'dX_ptr'), '*' + stream)
     types |= dict.fromkeys(('f_ptr', 'df_ptr', 'y_ptr', 'gy_ptr'), '*' + branch)
     signature, aligned = {}, {}
