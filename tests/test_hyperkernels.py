@@ -123,18 +123,20 @@ def check_mapping(kind, S, C, n, dtype, layout, seed=0):
         assert (a - b).norm() <= (1e-5 + ROUNDING[a.dtype]) * b.norm() + 1e-6 * n**0.5, name
 
 
-def trained(model, idx, targets, choice, steps=2):
-    """Losses, last gradients and weights of a few steps of SGD."""
+def trained(kind, choice, recompute):
+    """Loss, gradients and weights of a step of a tiny GPT whose every parameter is away from its start."""
     kernels.select(choice)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(idx, targets)[1]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses), {k: p.grad for k, p in model.named_parameters()}, model.state_dict()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=31, n_layer=1, n_head=2, n_embd=32, residual=kind)).to(DEVICE)
+    model.recompute = recompute
+    idx, targets = torch.randint(0, 31, (2, 2, 16)).to(DEVICE)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape).to(DEVICE))
+    loss = model(idx, targets)[1]
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return loss.detach(), {k: p.grad for k, p in model.named_parameters()}, model.state_dict()
 
 
 class TestKernels:
@@ -146,7 +148,7 @@ class TestKernels:
         yield
         kernels.select('auto')
 
-    @pytest.mark.parametrize('case', pairwise([STREAMS, WIDTHS, ROWS, DTYPES, LAYOUTS, [True, False]]),
+    @pytest.mark.parametrize('case', pairwise([STREAMS, [7, 129], ROWS, DTYPES, LAYOUTS, [True, False]]),
                              ids=lambda case: '-'.join(str(x) for x in case).replace('torch.', ''))
     def test_read_and_write(self, case):
         check_streams(*case)
@@ -176,7 +178,7 @@ class TestKernels:
         for seed, case in enumerate(itertools.product(WIDTHS, ROWS, DTYPES[:3], LAYOUTS)):
             check_mapping(kind, S, *case[:2], case[2][1], case[3], seed)
 
-    @pytest.mark.parametrize('kind', kernels.MAPPINGS)
+    @pytest.mark.parametrize('kind', ['hc', 'mhc', 'mhc_lite', 's2hc'])
     def test_mapping_with_the_tiles_of_a_gpu(self, kind, monkeypatch):
         monkeypatch.setattr(kernels, 'ELEMENTS', 512)
         check_mapping(kind, 4, 12, 7, F32, 'contiguous')  # 4 rows a program
@@ -187,7 +189,7 @@ class TestKernels:
         # from bfloat16 streams, and logits from small to saturated
         for size in (0.1, 3, 100):
             mapping, _ = randomized(kind, S, 32, size)
-            X = torch.randn(200, 1, S, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, BF16)
+            X = torch.randn(64, 1, S, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, BF16)
             H = mapping(X)[2].squeeze(1).detach()
             assert H.dtype == F32
             H = H.double()
@@ -269,13 +271,8 @@ class TestKernels:
 
     @pytest.mark.parametrize('kind', kernels.MAPPINGS)
     def test_a_trained_step_is_the_eager_one(self, kind):
-        idx, targets = torch.randint(0, 31, (2, 2, 16), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        found = []
-        for choice, recompute in (('triton', False), ('eager', False), ('triton', True))[:3 if kind == 's2hc' else 2]:
-            torch.manual_seed(0)
-            model = GPT(GPTConfig(block_size=16, vocab_size=31, n_layer=1, n_head=2, n_embd=32, residual=kind))
-            model.recompute = recompute
-            found.append(trained(model.to(DEVICE), idx, targets, choice))
+        runs = (('triton', False), ('eager', False), ('triton', True))
+        found = [trained(kind, *run) for run in runs[:3 if kind == 's2hc' else 2]]
         for a, b in zip(*found[:2]):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         (_, grads, _), (_, wanted, _), *again = found
@@ -355,10 +352,10 @@ class TestBytes:
         kernels.select('auto')
 
     @pytest.mark.parametrize('S,mix,dtypes', [
-        (2, True, (F32, BF16)), (3, True, (F32, F32)), (4, True, (F32, BF16)), (4, True, (BF16, BF16)),
-        (4, False, (F32, BF16)), (8, True, (F32, BF16)), (8, False, (BF16, BF16))], ids=str)
+        (2, True, (F32, F32)), (3, True, (F32, BF16)), (4, True, (BF16, BF16)), (4, False, (F32, BF16)),
+        (8, True, (F32, BF16))], ids=str)
     def test_every_element_is_moved_once(self, S, mix, dtypes, moved):
-        n, d = 2, 768
+        n, d = 2, 320
         stream, branch = (t.itemsize for t in dtypes)
         X, G = (torch.randn(n, S, d).to(dtypes[0]).requires_grad_() for _ in range(2))
         f = torch.randn(n, d).to(dtypes[1]).requires_grad_()
