@@ -419,7 +419,7 @@ class TestCompiled:
     def test_matrices_stay_in_a_warp(self):
         for name in ('matrices', 'matrices_backward'):
             found, ptx = self.check(90, 768, name, kind='s2hc')
-            assert found['registers'] <= 128 and found['warps'] == 1
+            assert found['registers'] <= 168 and found['warps'] == 1  # 12 programs a multiprocessor
         self.check(90, 768, 'project', kind='s2hc')
         self.check(90, 768, 'project_backward', kind='s2hc')
 
