@@ -157,8 +157,8 @@ class TestKernels:
     @pytest.mark.parametrize('d', WIDTHS)
     @pytest.mark.parametrize('S', STREAMS)
     def test_read_and_write_grid(self, S, d):
-        for seed, case in enumerate(itertools.product(DTYPES, LAYOUTS, [True, False])):
-            check_streams(S, d, ROWS[seed % 3], *case, seed)
+        for seed, case in enumerate(itertools.product(DTYPES, LAYOUTS)):
+            check_streams(S, d, ROWS[seed % 3], *case, seed % 5 < 3, seed)
 
     @pytest.mark.parametrize('S', [4, 8])
     def test_the_tiles_of_a_gpu(self, S, monkeypatch):
@@ -176,7 +176,7 @@ class TestKernels:
     @pytest.mark.parametrize('kind,S', MAPPINGS)
     def test_mapping_grid(self, kind, S):
         for seed, case in enumerate(itertools.product(ROWS, [F32, BF16, F16], LAYOUTS)):
-            check_mapping(kind, S, WIDTHS[seed % len(WIDTHS)], *case, seed)
+            check_mapping(kind, S, WIDTHS[1 + seed % 5], *case, seed)  # of a single element xb is a sign
 
     @pytest.mark.parametrize('kind', ['hc', 'mhc', 'mhc_lite', 's2hc'])
     def test_mapping_with_the_tiles_of_a_gpu(self, kind, monkeypatch):
