@@ -13,6 +13,7 @@ Whatever is compared takes turns, call by call, in one process, so that a slower
 A ratio is the median of the call-by-call ratios, with its 95% bootstrap interval. A step is forward, backward, clip and
 AdamW. Tables are printed and, with all numbers, written to out_dir as bench.json and bench.png.
 """
+import itertools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import hyperconn
 import kernels as fused
 from checkpoint import DTYPES, autocast, build_model, pick_device
 from configurator import UserError, configure, require
@@ -305,22 +307,21 @@ def bench_streams():
 # -----------------------------------------------------------------------------
 # operations by themselves
 
-def directions(form, function, h, f, alpha, g, p):
-    """Forward and backward of a form of the retraction, as two functions without arguments, and what they return once:
-    (h', dh, df)."""
+def directions(form, function, inputs, gs):
+    """Forward and backward of a form of an operation, as two functions without arguments, and what they return once:
+    results, then the gradients of the inputs."""
     choice = 'triton' if form == 'triton' else 'eager'
-    fused.select(choice)
-    out = function(h, f, alpha, p, MAX_ANGLE)
-    values, plain = [out.detach(), *torch.autograd.grad(out, (h, f), g, retain_graph=True)], [h.detach(), f.detach()]
 
-    def forward():
+    def call(tensors):
         fused.select(choice)
-        function(*plain, alpha.detach(), p, MAX_ANGLE)
+        out = function(*tensors)
+        return [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
 
     def backward():
-        fused.select(choice)
-        torch.autograd.grad(out, (h, f, alpha), g, retain_graph=True)
-    return forward, backward, values
+        return torch.autograd.grad(outs, inputs, gs, retain_graph=True)
+    outs, plain = call(inputs), [x.detach() for x in inputs]
+    gs = gs[:len(outs)]
+    return lambda: call(plain), backward, [*(x.detach() for x in outs), *backward()]
 
 
 def bench_kernels():
@@ -341,13 +342,14 @@ def bench_kernels():
         h, f = h.requires_grad_(), f.to(branch).requires_grad_()
         alpha = torch.tensor(0.7, device=device, requires_grad=True)
         exact = [x.detach().double().requires_grad_() for x in (h, f, alpha)]
-        _, _, expected = directions('exact', retract_reference, *exact, g.double(), p)
+        _, _, expected = directions('exact', lambda *x, p=p: retract_reference(*x, p, MAX_ANGLE), exact, [g.double()])
         scale = torch.stack([x.detach().double().norm(dim=-1) for x in (h, f, g)]).amax(0)
         functions, errors = {('copy', ''): lambda a=torch.empty_like(g), b=g: a.copy_(b)}, {}
         for form, function in forms.items():
-            forward, backward, found = directions(form, function, h, f, alpha, g, p)
+            forward, backward, found = directions(
+                form, lambda *x, p=p, function=function: function(*x, p, MAX_ANGLE), [h, f, alpha], [g])
             functions |= {(form, 'forward'): forward, (form, 'backward'): backward}
-            worst = [((a.double() - b).norm(dim=-1) / scale).max().item() for a, b in zip(found, expected)]
+            worst = [((a.double() - b).norm(dim=-1) / scale).max().item() for a, b in zip(found[:3], expected)]
             errors |= {(form, 'forward'): worst[0], (form, 'backward'): max(worst[1:])}
         times = take_turns(functions, steps, repeat=20 if on_gpu else 1)
         copied = 8 * n * width / float(np.median(times.pop(('copy', ''))))  # bytes a second, read and written
@@ -364,6 +366,61 @@ def bench_kernels():
     show(['rows', 'p', 'direction', 'form', 'us', 'GB/s', 'of copy', 'error'], table)
 
 
+def bench_stream_kernels():
+    """Read, write and the mapping of a hyper-connection, as bench_kernels does the retraction."""
+    branch = torch.bfloat16 if on_gpu else torch.float32
+    forms = ['eager'] + ['triton'] * has_triton
+    table, results['stream_kernels'] = [], []
+    shapes = ((8192, 768, 2), (8192, 768, 4), (8192, 2048, 4), (8192, 768, 8)) if on_gpu else ((1024, 256, 4),)
+    for N, width, n in shapes:
+        X, G = torch.randn(2, 1, N, n, width, device=device).unbind(0)
+        f, g = torch.randn(2, 1, N, width, device=device).unbind(0)
+        pre, post = torch.randn(2, 1, N, n, device=device).unbind(0)
+        res = torch.randn(1, N, n, n, device=device)
+        operations = {'read': (hyperconn.read, [pre, X], [g], 'read'),
+                      'write': (hyperconn.write, [X, f.to(branch), post, res], [G], 'write')}
+        for kind in hyperconn.KINDS:
+            try:
+                mapping = hyperconn.KINDS[kind](n, width, 0)
+            except ValueError:  # n! logits
+                continue
+            mapping.reset_parameters()
+            torch.nn.init.normal_(mapping.weight, std=(n * width) ** -0.5)
+            weights = dict(mapping.to(device).named_parameters())
+            operations[kind] = (
+                lambda X, *weights, mapping=mapping: torch.func.functional_call(
+                    mapping, dict(zip(dict(mapping.named_parameters()), weights)), X),
+                [X, *weights.values()], [pre, post, res], 'project')
+        for operation, (function, inputs, gs, name) in operations.items():
+            if out_of_time():
+                print(f'{operation}, {N} x {n} x {width}: left out, {seconds} seconds are over')
+                continue
+            inputs = [x.detach().requires_grad_() for x in inputs]
+            exact = [x.detach().double().requires_grad_() for x in inputs]
+            _, _, expected = directions('exact', function, exact, [x.double() for x in gs])
+            functions, errors = {('copy', ''): lambda a=torch.empty_like(G), b=G: a.copy_(b)}, {}
+            for form in forms:
+                forward, backward, found = directions(form, function, inputs, gs)
+                functions |= {(form, 'forward'): forward, (form, 'backward'): backward}
+                worst = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected) if b.any()]
+                errors[form] = max(worst)
+            times = take_turns(functions, steps, repeat=20 if on_gpu else 1)
+            copied = 8 * N * n * width / float(np.median(times.pop(('copy', ''))))
+            for (form, direction), t in times.items():
+                middle = float(np.median(t))
+                moved = fused.least_bytes(N, width, name if direction == 'forward' else f'{name}_backward', 4,
+                                          branch.itemsize, streams=n)
+                row = dict(operation=operation, rows=N, width=width, n=n, form=form, direction=direction,
+                           seconds=middle, bytes=moved, share=moved / middle / copied, copy=copied, error=errors[form])
+                results['stream_kernels'].append(row)
+                table.append([operation, f'{N} x {n} x {width}', direction, form, f'{middle * 1e6:,.0f}',
+                              f'{moved / middle / 1e9:,.0f}', f'{row["share"]:.2f}', f'{row["error"]:.0e}'])
+    fused.select('auto')
+    print(f'hyper-connections, streams float32, branch {branch}: read, write and the mapping of every kind; of copy: '
+          'the streams moved once each way, without the matrices; error: largest of results and gradients to float64')
+    show(['operation', 'streams', 'direction', 'form', 'us', 'GB/s', 'of copy', 'error'], table)
+
+
 def bench_aot():
     require('triton', 'aot=True')
     table, results['aot'] = [], []
@@ -377,6 +434,20 @@ def bench_aot():
                     results['aot'].append(place | found)
                     table.append([*place.values(), *found.values()])
     show(['chip', 'width', 'direction', 'norm', *found], table)
+
+    table, results['stream_aot'] = [], []
+    shapes = [(4, 768), (4, 1024), (4, 2048), (4, 4096), (2, 768), (3, 768), (8, 768)]
+    cases = [(name, None, n, width) for name in ('read', 'write') for n, width in shapes]
+    cases += [(name, kind, n, 768) for kind in fused.MAPPINGS for n in fused.MAPPINGS[kind][0]
+              for name in ('project', 'matrices')]
+    for capability, (name, kind, n, width) in itertools.product((80, 90, 100), cases):
+        for direction in (name, f'{name}_backward'):
+            found = fused.aot(capability, width, direction, streams=n, **({'kind': kind} if kind else {}))
+            found.pop('ptx')
+            place = dict(capability=capability, kernel=direction, kind=kind, n=n, width=width)
+            results['stream_aot'].append(place | found)
+            table.append([*place.values(), *found.values()])
+    show([*place, *found], table)
 
 
 def bench_profile():
@@ -404,6 +475,7 @@ if aot:
     bench_aot()
 if kernels:
     bench_kernels()
+    bench_stream_kernels()
 if profile:
     bench_profile()
 if preset or not (aot or kernels or profile or streams):

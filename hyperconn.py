@@ -27,6 +27,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import kernels
+
 # -----------------------------------------------------------------------------
 # matrices
 
@@ -183,12 +185,16 @@ class _Write(torch.autograd.Function):
 
 def read(H_pre, X):
     """H_pre X: (B, T, n), (B, T, n, C) -> (B, T, C)"""
+    if kernels.takes_streams(X, H_pre):
+        return kernels.read(H_pre, X)
     with _full_precision(X):
         return (H_pre.to(X.dtype).contiguous().unsqueeze(-2) @ X).squeeze(-2)
 
 
 def write(X, f, H_post, H_res):
     """H_res X + H_post^T f: (B, T, n, C), (B, T, C), (B, T, n), (B, T, n, n) or None for I -> (B, T, n, C)"""
+    if kernels.takes_streams(X, f, H_post):
+        return kernels.write(X, f, H_post, H_res)
     with _full_precision(X):
         H_post = H_post.to(X.dtype).contiguous()
         H_res = None if H_res is None else H_res.to(X.dtype).contiguous()
@@ -265,6 +271,10 @@ class Mapping(nn.Module):
         return torch.addcmul(bias, raw, a), scale[len(self.groups) :].unbind()
 
     def forward(self, X):
+        if not self.static and kernels.takes_mapping(self.kind, X, self.weight):
+            weight = self.weight.float() * self.gain
+            return kernels.coefficients(self.kind, X, weight, self.bias, self.scale, self.eps,
+                                        getattr(self, 'permutations', None))
         with _full_precision(X):
             logits, gates = self.logits(X)
             pre, post, res = logits.split((self.n, self.n, logits.shape[-1] - 2 * self.n), -1)
@@ -410,6 +420,8 @@ class HC(nn.Module):
             self.scale.fill_(0.01)
 
     def forward(self, X):
+        if not self.static and kernels.takes_mapping(self.kind, X, self.weight):
+            return kernels.coefficients(self.kind, X, self.weight, self.bias, self.scale, self.eps)
         n = self.n
         with _full_precision(X):
             dtype = _at_least_float32(X, self.bias)
@@ -438,3 +450,5 @@ KINDS = {
     'hc_identity': Identity,
     'hc_orthogonal': Orthogonal,
 }
+for _kind, _mapping in KINDS.items():
+    _mapping.kind = _kind  # by which kernels.py knows it
