@@ -17,6 +17,9 @@ transformers' save_pretrained. A sub-layer is an attention or an MLP with its co
     matrices.png   H_res at some depths and its product, with row and column sums: [S2], Figs. 9, 12
     entries.png    histogram of the entries of H_res: [S2], Fig. 10
 
+The table that is printed: the loss, what skipping the cheapest block adds to it, the largest singular value of a
+sub-layer's Jacobian and of the Jacobian through depth, and the largest attention on the first token, of a block.
+
 [SR] is "Sphere Retraction Normalizations", arXiv 2608.02668, and [S2] "Spectral-Sphere-Constrained Hyper-Connections",
 arXiv 2603.20896.
 """
@@ -433,7 +436,7 @@ def panels(name, titles):
             figure.legend(handles, labels, loc='outside lower center', ncols=min(len(labels), 6))
         replace_file(os.path.join(out_dir, name), lambda aside: figure.savefig(aside, dpi=100, format='png'))
         pyplot.close(figure)
-    return axes.flat, save
+    return list(axes.flat), save
 
 
 def draw(axis, found, key, dashed=None, **more):

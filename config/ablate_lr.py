@@ -1,4 +1,4 @@
-# The stability map: the largest learning rate that trains, for each mode and depth; one seed of tiny models, about 20
+# The stability map: the largest learning rate that trains, for each mode and depth; one seed of tiny models, about 10
 # minutes on two CPU cores:
 # python ablate.py config/ablate_lr.py
 

@@ -1,5 +1,6 @@
 # What `make train` runs: a small GPT on Shakespeare, character by character, in about a minute on 2 CPU cores.
-# The shape and the learning rate are the best of our search for a laptop (docs/log.md); any --residual= works.
+# The shape and the learning rate are the best of our search for a laptop (docs/log.md); any --residual= works,
+# spheres and peri_ln best with --learning_rate=3e-3.
 
 out_dir = 'out'
 eval_interval = 250

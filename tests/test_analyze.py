@@ -293,3 +293,14 @@ def test_the_help_names_every_picture():
     text = Path(analyze.__file__).read_text()
     for name in ('stream', 'blocks', 'jacobian', 'sphere', 'mixing', 'matrices', 'entries'):
         assert text.count(f'{name}.png') >= 2
+
+
+def test_every_run_is_in_both_histograms(monkeypatch, tmp_path):
+    from matplotlib import pyplot
+    figures, draw = [], torch.Generator().manual_seed(0)
+    for name, value in dict(pyplot=pyplot, out_dir=str(tmp_path), styles=dict(zip('ab', analyze.STYLES))).items():
+        monkeypatch.setattr(analyze, name, value, raising=False)
+    monkeypatch.setattr(pyplot, 'close', figures.append)
+    analyze.draw_entries({name: torch.rand(5, 3, 4, 4, generator=draw) for name in 'ab'})
+    assert [len(axis.patches) for axis in figures[0].axes] == [2, 2]
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ['a', 'b']
