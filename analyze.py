@@ -376,18 +376,18 @@ def by_sublayer(values):
 
 def analyze(path):
     """What analysis.json has about a run, and the entries of its H_res (N, L, n, n), or None."""
-    model, _, checkpoint = open_model(path)
-    config = checkpoint.get('config', {})
-    folder = find_dataset(dataset or config.get('dataset') or 'openwebtext')
-    T = model.config.block_size
-    windows = Windows(open_dataset(folder, read_meta(folder), T)['val'], T)
+    model, identity, checkpoint = open_model(path, dataset)
+    folder = find_dataset(dataset or (checkpoint.get('config') or {}).get('dataset') or 'openwebtext')
+    meta, T = read_meta(folder), model.config.block_size
+    if meta['tokenizer'] != identity:
+        raise UserError(f'dataset = {folder}: has another tokenizer or vocabulary than {path}: take the data of its '
+                        'training')
+    windows = Windows(open_dataset(folder, meta, T)['val'], T)
     model.to(place, DTYPES[dtype]).eval()
     chosen = np.linspace(0, windows.total - 1, min(samples, windows.total)).astype(int)
-    size = max(1, 2**14 // T)
+    size = max(1, min(2**14, 2**27 // model.config.vocab_size) // T)  # windows at once: their logits are 1 GB at most
     batches = [tuple(t.to(place) for t in windows.read(*windows.locate(part))) for part in
                np.split(chosen, range(size, len(chosen), size))]
-    if batches[0][0].max() >= model.config.vocab_size:
-        raise UserError(f'dataset = {folder}: has tokens that {path} does not know: take the data of its training')
 
     at = np.random.default_rng(seed).integers(T // 2, T, len(chosen))  # of the second half: with something before them
     places = torch.as_tensor(at).to(place).split(size)
@@ -395,6 +395,8 @@ def analyze(path):
     seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     H = seen.pop('H_res', None)
     loss, without = skipping(model, batches)
+    if not math.isfinite(loss):
+        raise UserError(f'{path}: its loss is {loss}: the weights are ruined, take an earlier checkpoint')
     result = {'path': path, 'residual': model.config.residual, 'step': checkpoint.get('iter_num'), 'data': folder,
               'tokens': len(chosen), 'sublayers': 2 * model.config.n_layer, 'loss': loss, 'loss_without_block': without,
               'uniform_attention': (1 / (at + 1)).mean(),
@@ -427,13 +429,15 @@ def panels(name, titles):
     for axis, title in zip(axes.flat, titles):
         axis.set_title(title)
         axis.set_xlabel('sub-layer')
+        axis.xaxis.set_major_locator(pyplot.MaxNLocator(integer=True))
     for axis in axes.flat[len(titles):]:
         axis.set_visible(False)
 
     def save():
         handles, labels = axes[0, 0].get_legend_handles_labels()
         if len(labels) > 1:
-            figure.legend(handles, labels, loc='outside lower center', ncols=min(len(labels), 6))
+            columns = max(1, min(len(labels), 100 // max(map(len, labels))))
+            figure.legend(handles, labels, loc='outside lower center', ncols=columns)
         replace_file(os.path.join(out_dir, name), lambda aside: figure.savefig(aside, dpi=100, format='png'))
         pyplot.close(figure)
     return list(axes.flat), save
@@ -527,7 +531,9 @@ def draw_matrices(found):
                                    layout='constrained', squeeze=False)
     for row, (label, result) in zip(axes, found.items()):
         matrices = result['H_res']['mean']
-        chosen = np.linspace(0, len(matrices) - 1, depths).astype(int).tolist()
+        chosen = sorted(set(np.linspace(0, len(matrices) - 1, depths).astype(int).tolist()))
+        for axis in row[len(chosen) + 1:]:
+            axis.set_visible(False)
         shown = [(f'sub-layer {l + 1}', matrices[l]) for l in chosen] + [('product of all', result['H_res']['product'])]
         for axis, (title, H) in zip(row, shown):
             H = np.array(H)
@@ -556,6 +562,9 @@ def draw_entries(entries):
     save()
 
 
+PICTURES = {'stream': draw_stream, 'blocks': draw_blocks, 'jacobian': draw_jacobian, 'sphere': draw_sphere,
+            'mixing': draw_mixing, 'matrices': draw_matrices, 'entries': draw_entries}  # .png
+
 # -----------------------------------------------------------------------------
 # the script
 
@@ -575,6 +584,8 @@ def main():
     """Sets the keys, looks at the runs, draws."""
     global out_dir, place, pyplot, styles
     argv, words = sys.argv[1:], [word for word in sys.argv[1:] if not word.startswith('-') and not word.endswith('.py')]
+    if words and any(word.startswith('--runs=') for word in argv):
+        raise UserError(f'{words[0]}: either words or --runs= name the runs, not both')
     if words:
         argv = [word for word in argv if word not in words] + [f'--runs={",".join(words)}']
     configure(globals(), argv=argv, choices={'dtype': ('float64', 'float32')}, positive=('samples',))
@@ -583,34 +594,36 @@ def main():
     pyplot.rcParams.update({'font.size': 14, 'axes.grid': True, 'grid.alpha': 0.3, 'lines.linewidth': 2})
     place, _ = pick_device(device, dtype)
     kernels.select('eager')  # only plain torch is differentiated twice
-    paths = [os.path.expanduser(path) for path in runs.split(',') if path]
+    paths = [os.path.normpath(os.path.expanduser(path)) for path in runs.split(',') if path]
     if not paths or len(set(paths)) < len(paths):
         raise UserError(f'runs = {runs}: name one folder of a run or more, each once')
+    modes = [open_model(path, dataset)[0].config.residual for path in paths]  # an error in the last one, at once
+    labels = [mode if modes.count(mode) == 1 else f'{mode} ({path})' for mode, path in zip(modes, paths)]
+    styles = dict(zip(labels, itertools.cycle(STYLES)))
     first = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])
     out_dir = os.path.expanduser(out_dir) or os.path.join(first, 'analysis')
     try:
         os.makedirs(out_dir, exist_ok=True)
+        found, entries = {}, {}
+        for label, path in zip(labels, paths):
+            found[label], entries[label] = analyze(path)
+            text = json.dumps({'torch': torch.__version__, 'dtype': dtype, 'runs': found}, indent=1) + '\n'
+            replace_file(os.path.join(out_dir, 'analysis.json'),
+                         lambda aside, text=text: Path(aside).write_text(text, encoding='utf-8'))
+        spheres = {label: result for label, result in found.items() if 'alpha' in result}
+        hyper = {label: result for label, result in found.items() if 'H_res' in result}
+        shown = {'stream': found, 'blocks': found, 'jacobian': found if jacobians else {}, 'sphere': spheres,
+                 'mixing': hyper, 'matrices': hyper, 'entries': {label: entries[label] for label in hyper}}
+        for name, those in shown.items():
+            if those:
+                PICTURES[name](those)
+            else:  # one of an earlier call would be of other runs
+                Path(out_dir, f'{name}.png').unlink(missing_ok=True)
     except OSError as e:
-        raise UserError(f'out_dir = {out_dir}: cannot be made ({e.strerror}); take another') from None
-    found, entries = {}, {}
-    for path in paths:
-        result, H = analyze(path)
-        label = result['residual']
-        if label in found:
-            label += f' ({path})'
-        found[label], entries[label] = result, H
-    styles = dict(zip(found, itertools.cycle(STYLES)))
-    spheres = {label: result for label, result in found.items() if 'alpha' in result}
-    hyper = {label: result for label, result in found.items() if 'H_res' in result}
-    for picture, those in ((draw_stream, found), (draw_blocks, found), (draw_jacobian, found if jacobians else {}),
-                           (draw_sphere, spheres), (draw_mixing, hyper), (draw_matrices, hyper),
-                           (draw_entries, {label: entries[label] for label in hyper})):
-        if those:
-            picture(those)
-    replace_file(os.path.join(out_dir, 'analysis.json'), lambda aside: Path(aside).write_text(
-        json.dumps({'torch': torch.__version__, 'dtype': dtype, 'runs': found}, indent=1) + '\n', encoding='utf-8'))
+        raise UserError(f'out_dir = {out_dir}: cannot be written to ({e.strerror}); take another') from None
     print_table(found)
-    print(f'written to {out_dir}: ' + ', '.join(sorted(os.listdir(out_dir))))
+    names = ', '.join(f'{name}.png' for name, those in shown.items() if those)
+    print(f'written to {out_dir}: analysis.json, {names}')
 
 
 if __name__ == '__main__':

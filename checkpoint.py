@@ -170,13 +170,14 @@ def keep_copies(path, step, n):
 def load_checkpoint(path):
     """The dict of a checkpoint of this repository or of nanoGPT, on the CPU, the model's parameter names cleaned up."""
     if not os.path.isfile(path):
-        raise UserError(f'{path}: there is no such checkpoint; train first, or set --out_dir or --init_from')
+        raise UserError(f'{path}: there is no such checkpoint; train first, or name the folder of a run or a '
+                        'checkpoint file')
     try:
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:  # a damaged file makes torch.load raise anything, or advise to read it unsafely
         raise UserError(f'{path}: not a checkpoint, a damaged one, or one that would run code when read '
-                        f'({type(e).__name__}); remove it to resume from an older one, or take another with '
-                        '--init_from=FILE') from None
+                        f'({type(e).__name__}); remove it to resume from an older one, or name another '
+                        'file') from None
     if not (isinstance(checkpoint, dict) and all(isinstance(checkpoint.get(k), dict) for k in ('model', 'model_args'))):
         raise UserError(f'{path}: a foreign checkpoint: no model and model_args, as this repository and nanoGPT write')
     # torch.compile and DDP prefix the names; old nanoGPTs saved the causal mask, which is no parameter
@@ -226,17 +227,18 @@ def restore(checkpoint, path, optimizer, loader, scaler):
 
 def pretrained(name, **overrides):
     """GPT.from_pretrained with one-line errors."""
-    require('transformers', f'init_from={name}')
+    require('transformers', name)
     try:
         return GPT.from_pretrained(name, overrides)
     except (OSError, ValueError, KeyError, RuntimeError) as e:
-        raise UserError(f'init_from={name}: could not be loaded ({str(e).splitlines()[0]})') from None
+        raise UserError(f'{name}: could not be loaded as a GPT-2 ({str(e).splitlines()[0]})') from None
 
 
-def open_model(path):
+def open_model(path, dataset=''):
     """
     (model, identity of its tokenizer, checkpoint) of the folder of a run (its ckpt.pt), a checkpoint file, gpt2,
     gpt2-medium, gpt2-large, gpt2-xl, or a folder of transformers' save_pretrained; for the last two checkpoint is {}.
+    dataset: whose tokenizer a checkpoint of nanoGPT has, which names only that; empty = that name.
     """
     path = os.path.expanduser(path)
     file = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
@@ -244,8 +246,8 @@ def open_model(path):
         return pretrained(path), GPT2['tokenizer'], {}
     checkpoint = load_checkpoint(file)
     model, identity = model_from_checkpoint(checkpoint, file), checkpoint.get('tokenizer')
-    if identity is None:  # nanoGPT's checkpoints name only the data set
-        dataset = checkpoint.get('config', {}).get('dataset', 'openwebtext')
+    if identity is None:
+        dataset = dataset or (checkpoint.get('config') or {}).get('dataset', 'openwebtext')
         identity = (read_meta(find_dataset(dataset)) if model.config.vocab_size < 50257 else GPT2)['tokenizer']
     return model, identity, checkpoint
 
@@ -317,7 +319,7 @@ class Metrics:
             if resume_at is not None and os.path.isfile(self.path):
                 with open(self.path, encoding='utf-8') as f:
                     lines = [(json.loads(line), line) for line in f if line.endswith('\n')]  # a kill may cut the last
-                kept = [line for fields, line in lines if fields['step'] <= resume_at - ('val_loss' in fields)]
+                kept = [line for fields, line in lines if fields['step'] <= resume_at - ('loss' not in fields)]
             replace_file(self.path, lambda aside: Path(aside).write_text(''.join(kept), encoding='utf-8'))
             self.file = open(self.path, 'a', encoding='utf-8')
         except (OSError, ValueError, KeyError, TypeError) as e:

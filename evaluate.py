@@ -41,6 +41,7 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES, autocast, open_model, open_tokenizer, pick_device
 from configurator import UserError, configure, did_you_mean, require
+from data.tokenizer import get_tokenizer
 from docs import papers
 from docs.papers import PAPERS
 
@@ -404,6 +405,9 @@ def load_tasks(names, include_path='', key='tasks'):
     """TaskManager.load of names, YAML files or dicts. The harness' own index, which takes it 14 s, only if needed.
     key: what an error names."""
     require('lm_eval', key)
+    names = [name for name in names if name]
+    if lost := [name for name in names if str(name).endswith('.yaml') and not os.path.isfile(name)]:
+        raise UserError(f'{key}: there is no file {lost[0]}')
     logging.getLogger('lm_eval').setLevel(logging.ERROR)
     if presets := set(names) & set(PAPERS['presets']):
         raise UserError(f'{key}: {min(presets)} is a preset of evaluate.py: name the tasks themselves')
@@ -423,8 +427,17 @@ def load_tasks(names, include_path='', key='tasks'):
     try:
         with loading(), keeping_random_states():
             return manager.load(names)
+    except UserError:
+        raise
     except ImportError as e:
         raise UserError(f'{key}: one needs a package that is missing ({str(e).splitlines()[0]})') from None
+    except Exception as e:  # whatever a YAML file may hold
+        raise task_error(key, names, e) from None
+
+
+def task_error(key, names, e):
+    said = (str(e) or type(e).__name__).splitlines()[0][:200]
+    return UserError(f'{key}: {", ".join(map(str, names))}: {type(e).__name__}: {said}; see the YAML of the task')
 
 
 def evaluate_tasks(lm, loaded, shots={}, limit=None, seed=1234, bootstrap=1000):
@@ -445,7 +458,10 @@ def evaluate_tasks(lm, loaded, shots={}, limit=None, seed=1234, bootstrap=1000):
     os.environ.setdefault('DISABLE_MULTIPROC', '1')  # the bootstrap would fork this process, threads, GPU and all
     with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(
             open(os.devnull, 'w') if lm.quiet or lm.rank_ else sys.stderr):
-        raw = evaluate(lm=lm, task_dict=loaded, limit=limit or None, bootstrap_iters=bootstrap, log_samples=False)
+        try:
+            raw = evaluate(lm=lm, task_dict=loaded, limit=limit or None, bootstrap_iters=bootstrap, log_samples=False)
+        except Exception as e:  # of a template, a metric, a text that the vocabulary cannot write
+            raise task_error('tasks', loaded['tasks'], e) from None
 
     def size(name, which):
         if name in raw['n-samples']:
@@ -479,6 +495,27 @@ def run_tasks(model, tokenizer, loaded, limit, device, dtype):
     finally:
         model.train(was_training)
     return {f'{name}/{metric}': v for name, entry in found.items() for metric, (v, _) in entry['metrics'].items()}
+
+
+class Benchmarks:
+    """train.py's eval_tasks, a text with commas, and eval_examples of each. identity: of the tokenizer."""
+
+    def __init__(self, eval_tasks, eval_examples, identity, device, dtype):
+        self.loaded = load_tasks(eval_tasks.split(','), key='eval_tasks')
+        self.tokenizer, self.limit, self.how = get_tokenizer(identity), eval_examples, (device, dtype)
+
+    def run(self, model, limit):
+        return run_tasks(model, self.tokenizer, self.loaded, limit, *self.how)
+
+    def score(self, model, step, say):
+        """{'task/metric': value}, printed. What cannot be scored is a note, for no run may end by it."""
+        try:
+            scores = self.run(model, self.limit)
+        except UserError as e:
+            say(f'note: {e}')
+            return {}
+        say(f'step {step}: ' + ', '.join(f'{name} {value:.4f}' for name, value in scores.items()))
+        return scores
 
 
 # -----------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from checkpoint import (DTYPES, Metrics, autocast, build_model, catch_signals, k
                         load_checkpoint, lock_out_dir, model_from_checkpoint, peak_flops, peak_memory, pick_device,
                         pick_kernels, pretrained, restore, save_checkpoint, start_process_group)
 from configurator import UserError, configure, require
-from data.tokenizer import get_tokenizer
 from dataloader import GPT2, ORDERS, TrainLoader, find_dataset, open_dataset, read_meta, val_batches
 from model import CHOICES, GPTConfig
 
@@ -158,10 +157,10 @@ out_dir_lock = lock_out_dir(out_dir) if writes and resuming and newest else None
 
 data_dir = find_dataset(dataset)
 meta = read_meta(data_dir)
-n_vocab, benchmarks = meta['vocab_size'], ()
+n_vocab, benchmarks = meta['vocab_size'], None
 if eval_tasks:
-    from evaluate import load_tasks, run_tasks
-    benchmarks = get_tokenizer(meta['tokenizer']), load_tasks(eval_tasks.split(','), key='eval_tasks'), eval_examples
+    from evaluate import Benchmarks
+    benchmarks = Benchmarks(eval_tasks, eval_examples, meta['tokenizer'], device, dtype)
 model_keys = list(GPTConfig.__dataclass_fields__)
 iter_num, best_val_loss, checkpoint = 0, math.inf, {}
 torch.manual_seed(seed)
@@ -271,13 +270,6 @@ def evaluate(max_tokens):
     return total / count
 
 
-def measure():
-    """(validation loss, {task/metric: value} of eval_tasks); prints both."""
-    val_loss, scores = evaluate(eval_tokens), run_tasks(raw_model, *benchmarks, device, dtype) if benchmarks else {}
-    say(f'step {iter_num}: validation loss {val_loss:.4f}' + ''.join(f', {k} {v:.4f}' for k, v in scores.items()))
-    return val_loss, scores
-
-
 def learning_rate_at(step):
     """Linear warm-up, then a cosine down to min_lr: a pure function of the step."""
     if step < warmup_iters:
@@ -346,8 +338,11 @@ class Watch:
 
 
 if eval_only:
-    measure()
+    say(f'step {iter_num}: validation loss {evaluate(eval_tokens):.4f}')
+    benchmarks and benchmarks.score(raw_model, iter_num, say)
     sys.exit(0)
+if benchmarks:  # what cannot be scored is an error now, before anything is written
+    benchmarks.run(raw_model, 1)
 
 # -----------------------------------------------------------------------------
 # training
@@ -368,18 +363,22 @@ while True:
     last = iter_num >= max_iters
     if last or iter_num % eval_interval == 0 and not watch.stop:
         watch.check()
-        val_loss, scores = measure()
+        val_loss = evaluate(eval_tokens)
+        say(f'step {iter_num}: validation loss {val_loss:.4f}')
         stop_unless_finite(val_loss, iter_num, 'validation loss')  # before anything is saved
         better = val_loss < best_val_loss and iter_num > 0  # what has learned nothing is not worth a checkpoint
         best_val_loss = val_loss if better else best_val_loss
         if master:
-            metrics.log(iter_num, val_loss=val_loss, best_val_loss=min(best_val_loss, val_loss), **health, **scores)
+            metrics.log(iter_num, val_loss=val_loss, best_val_loss=min(best_val_loss, val_loss), **health)
             if better:
                 save('ckpt.pt')
             if last or always_save_checkpoint and iter_num > 0:
                 save('last.pt')
                 if keep_checkpoints:
                     keep_copies(os.path.join(out_dir, 'last.pt'), iter_num, keep_checkpoints)
+        scores = benchmarks and benchmarks.score(raw_model, iter_num, say)
+        if master and scores:
+            metrics.log(iter_num, **scores)
         clock, clock_steps = time.perf_counter(), 0  # evaluating and saving is not training time
     elif watch.stop:
         stop_unless_finite(evaluate(block_size), iter_num, 'validation loss')  # the last step may have ruined them

@@ -1,7 +1,6 @@
 """analyze.py: its Jacobians against whole ones in float64, its statistics against loops of numpy, its pictures."""
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +8,11 @@ import torch
 from PIL import Image
 
 import analyze
+import checkpoint
 from analyze import connections, jacobians_of, largest_singular_value, look, matrix_statistics, pairwise_cosine
 from configurator import UserError
+from data.common import write_dataset
+from data.tokenizer import get_tokenizer
 from hyperconn import KINDS
 from model import GPT, RESIDUALS, GPTConfig
 
@@ -224,11 +226,15 @@ def test_skipping_leaves_a_block_out():
 
 @pytest.fixture(scope='module')
 def some_runs(data, tmp_path_factory):
-    """Folders of short runs of four kinds of modes."""
+    """Folders of short runs of four kinds of modes, a checkpoint with nan in it, and data of another vocabulary."""
     from conftest import run_train
     folder = tmp_path_factory.mktemp('runs')
     for mode in ('pre_ln', 'proj_spheret', 's2hc', 'mhc'):
-        run_train(dataset=data, out_dir=folder / mode, residual=mode)
+        run_train(dataset=data, out_dir=folder / mode, residual=mode, dropout=0.2)
+    ruined = torch.load(folder / 'pre_ln' / 'ckpt.pt')
+    ruined['model']['transformer.ln_f.weight'][0] = math.nan
+    torch.save(ruined, folder / 'ruined.pt')
+    write_dataset(folder / 'other', get_tokenizer({'name': 'char', 'chars': 'abc'}), 'abcabc' * 200, 'other', '0')
     return folder
 
 
@@ -256,6 +262,36 @@ def test_pictures_and_numbers(some_runs, script, capsys):
     assert f'{found["mhc"]["loss"]:.4f}' in text and 'jacobian.png' in text
 
 
+def test_the_numbers_of_a_run(some_runs, script, data, tmp_path):
+    """analysis.json of a sphere, again from its windows: spread over the split, without dropout."""
+    script('analyze.py', plot=True, runs=some_runs / 'proj_spheret', samples=5, jacobians=0, out_dir=tmp_path)
+    found = json.loads((tmp_path / 'analysis.json').read_text())['runs']['proj_spheret']
+    model = checkpoint.open_model(some_runs / 'proj_spheret')[0].double().eval()
+    tokens = np.fromfile(data / 'val.bin', dtype=np.uint16).astype(np.int64)
+    starts = [int(k) * 16 for k in np.linspace(0, (len(tokens) - 1) // 16 - 1, 5)]
+    x, y = (torch.from_numpy(np.stack([tokens[s + shift:s + shift + 16] for s in starts])) for shift in (0, 1))
+    assert found['loss'] == pytest.approx(model(x, y)[1].item(), rel=1e-12) and found['tokens'] == 5
+    at = np.random.default_rng(1337).integers(8, 16, 5)
+    assert found['uniform_attention'] == pytest.approx(np.mean([1 / (t + 1) for t in at]))
+    angles, norms = np.empty((5, 4)), np.empty((5, 4))
+    for b in range(5):
+        states = [state[0, at[b]].detach().numpy() for state in states_of(model, x[b])]
+        for l, (before, after) in enumerate(zip(states, states[1:])):
+            sine = np.linalg.norm(after - before * (before @ after) / (before @ before))
+            angles[b, l] = math.atan2(sine, before @ after / np.linalg.norm(before))
+            norms[b, l] = np.linalg.norm(after)
+    for name, values in (('angle', angles), ('norm', norms)):
+        for which, share in (('low', 0.25), ('median', 0.5), ('high', 0.75)):
+            wanted = np.quantile(values, share, axis=0)
+            np.testing.assert_allclose(found[name][which], wanted, rtol=1e-6, atol=1e-12)
+    one, two, three, four = angles.mean(0)**2
+    assert found['angular_budget'] == pytest.approx({'1-1': one, '2-3': two + three, '4-4': four})
+    raw = [block.res_1.step.raw.item() for block in model.transformer.h] + [model.transformer.h[0].res_2.step.raw.item()]
+    steps = [min(1.0, math.log1p(math.exp(r))) for r in raw]
+    wanted = steps[0], steps[2] / math.sqrt(2), steps[1] / math.sqrt(3)  # sub-layers 1, 2 and 3
+    assert found['alpha'][:3] == pytest.approx(wanted)
+
+
 def test_one_run_and_two_of_a_mode(some_runs, script, tmp_path):
     script('analyze.py', plot=True, runs=some_runs / 'pre_ln', samples=3, jacobians=0, out_dir=tmp_path / 'a',
            dtype='float32')
@@ -263,7 +299,10 @@ def test_one_run_and_two_of_a_mode(some_runs, script, tmp_path):
     pair = f'{some_runs / "s2hc"},{some_runs / "s2hc" / "last.pt"}'
     script('analyze.py', plot=True, runs=pair, samples=3, jacobians=1, smallest=False, out_dir=tmp_path / 'b')
     found = json.loads((tmp_path / 'b' / 'analysis.json').read_text())['runs']
-    assert list(found) == ['s2hc', f's2hc ({some_runs / "s2hc" / "last.pt"})'] and 'smallest' not in found['s2hc']
+    assert list(found) == [f's2hc ({some_runs / "s2hc"})', f's2hc ({some_runs / "s2hc" / "last.pt"})']
+    assert all('smallest' not in run and 'largest' in run for run in found.values())
+    script('analyze.py', plot=True, runs=some_runs / 'pre_ln', samples=3, jacobians=0, out_dir=tmp_path / 'b')
+    assert {path.name for path in (tmp_path / 'b').iterdir()} == {'stream.png', 'blocks.png', 'analysis.json'}
 
 
 @pytest.mark.parametrize('keys, match', [
@@ -271,7 +310,10 @@ def test_one_run_and_two_of_a_mode(some_runs, script, tmp_path):
     (dict(runs='{pre_ln},{pre_ln}'), 'each once'), (dict(samples=0), '--samples=0: samples must be'),
     (dict(dtype='float16'), 'dtype must be one of float64, float32'),
     (dict(dataset='nowhere'), r'dataset: there is no folder .*nowhere'),
-    (dict(out_dir='{pre_ln}/ckpt.pt'), r'out_dir = .*ckpt\.pt: cannot be made'),
+    (dict(runs='{pre_ln},{pre_ln}/'), 'each once'), (dict(runs='{pre_ln},nowhere'), 'nowhere: there is no such'),
+    (dict(dataset='{pre_ln}/../other'), r'dataset = .*other: has another tokenizer or vocabulary than .*pre_ln'),
+    (dict(runs='{pre_ln}/../ruined.pt'), r'ruined\.pt: its loss is nan: the weights are ruined'),
+    (dict(out_dir='{pre_ln}/ckpt.pt'), r'out_dir = .*ckpt\.pt: cannot be written to'),
 ])
 def test_mistakes_are_one_line(some_runs, script, keys, match):
     keys = {key: str(value).format(pre_ln=some_runs / 'pre_ln') for key, value in keys.items()}
@@ -282,17 +324,14 @@ def test_mistakes_are_one_line(some_runs, script, keys, match):
 
 def test_words_without_dashes_are_runs(monkeypatch):
     seen = {}
+    monkeypatch.setattr(analyze.sys, 'argv', ['analyze.py', 'a', '--runs=b'])
+    with pytest.raises(UserError, match='not both'):
+        analyze.main()
     monkeypatch.setattr(analyze.sys, 'argv', ['analyze.py', 'a', 'b', '--samples=3'])
     monkeypatch.setattr(analyze, 'configure', lambda *args, **more: seen.update(more) or exit())
     with pytest.raises(SystemExit):
         analyze.main()
     assert seen['argv'] == ['--samples=3', '--runs=a,b']
-
-
-def test_the_help_names_every_picture():
-    text = Path(analyze.__file__).read_text()
-    for name in ('stream', 'blocks', 'jacobian', 'sphere', 'mixing', 'matrices', 'entries'):
-        assert text.count(f'{name}.png') >= 2
 
 
 def test_every_run_is_in_both_histograms(monkeypatch, tmp_path):

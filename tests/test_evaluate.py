@@ -368,21 +368,45 @@ def test_the_trajectory_with_and_without_eval_tasks(char_tasks, train, tmp_path,
         runs[name] = train(**keys, **more, out_dir=tmp_path / name)
     found, plain = runs['with'], runs['without']
     states, log = what_is_left(tmp_path / 'with')
-    log = [{key: value for key, value in line.items() if '/' not in key} for line in log]
+    log = [line for line in log if not any('/' in key for key in line)]
     assert same((states, log), what_is_left(tmp_path / 'without'))
     scored = [line for line in found.log if 'own_choice/acc' in line]
     assert [line['step'] for line in scored] == [0, 2, 4, 6] and not any('own_choice/acc' in line for line in plain.log)
     assert f'own_choice/acc {scored[-1]["own_choice/acc"]:.4f}' in capsys.readouterr().out
-    tokenizer = get_tokenizer(found.meta['tokenizer'])
-    again = run_tasks(found.raw_model, tokenizer, load_tasks(names, char_tasks), 6, 'cpu', 'float32')
-    assert again == {key: scored[-1][key] for key in again}
+    again = found.benchmarks.run(found.raw_model, 6)
+    assert len(again) > 4 and again == {key: scored[-1][key] for key in again}
 
 
 def test_eval_tasks_are_loaded_before_training(train, tmp_path):
-    for tasks, match in (('paper_sr', 'eval_tasks: paper_sr is a preset'), ('./no.yaml', 'harness has no ./no.yaml')):
-        with pytest.raises(UserError, match=match):
-            train(eval_tasks=tasks)
-    assert not (tmp_path / 'out').exists()
+    head = ('dataset_path: json\noutput_type: multiple_choice\ntest_split: test\ndoc_to_choice: ["a", "e"]\n'
+            'doc_to_target: 0\n')
+    (tmp_path / 'd.jsonl').write_text('{"text": "the cat"}\n')
+    head += f'dataset_kwargs:\n  data_files:\n    test: {tmp_path / "d.jsonl"}\n'
+    for name, text in {'broken': 'a: [', 'empty': '', 'nosplit': 'task: nosplit\ndataset_path: json\n',
+                       'field': f'task: field\n{head}doc_to_text: "{{{{text.foo.bar}}}}"\n',
+                       'letter': f'task: letter\n{head}doc_to_text: "Z {{{{text}}}}"\n'}.items():
+        (tmp_path / f'{name}.yaml').write_text(text)
+    train()
+    before = (tmp_path / 'out' / 'metrics.jsonl').read_text()
+    for tasks, match in (('paper_sr', 'eval_tasks: paper_sr is a preset'), ('./no.yaml', 'there is no file ./no.yaml'),
+                         ('broken', 'broken.yaml: '), ('empty', 'empty.yaml: ValueError'), ('nosplit', 'nosplit'),
+                         ('field', 'field: UndefinedError'), ('letter', "letter: UserError: not in the vocab.*'Z'")):
+        path = tmp_path / f'{tasks}.yaml'
+        with pytest.raises(UserError, match=match) as e:
+            train(eval_tasks=path if path.exists() else tasks)
+        assert '\n' not in str(e.value)
+    assert (tmp_path / 'out' / 'metrics.jsonl').read_text() == before  # nothing is lost
+
+
+def test_a_score_that_cannot_be_had_is_a_note(char_tasks, out, monkeypatch):
+    model, tokenizer, _ = evaluate.load(str(out))
+    benchmarks = evaluate.Benchmarks(f'{char_tasks}/own_choice.yaml,', 3, tokenizer.identity, 'cpu', 'float32')
+    lines = []
+    assert benchmarks.score(model, 4, lines.append).keys() >= {'own_choice/acc'}
+    monkeypatch.setattr('lm_eval.evaluator.evaluate', lambda **keys: math.exp(1000))
+    assert benchmarks.score(model, 8, lines.append) == {}
+    assert lines[0].startswith('step 4: own_choice/acc')
+    assert lines[1].startswith('note: tasks: own_choice: OverflowError')
 
 
 def test_a_task_of_the_hub_without_a_network(tmp_path, monkeypatch):

@@ -548,8 +548,8 @@ BAD = [
      r'last\.pt was trained with another tokenizer .*data.*scratch'),
     ('nowhere to start from', nothing, dict(init_from='{tmp}/x.pt'), r'init_from = .*x\.pt: none of scratch, resume'),
     ('a wrong word to start from', nothing, dict(init_from='Resume'), r'init_from = Resume: none of scratch, resume'),
-    ('gpt2 without a network', nothing, dict(init_from='gpt2'), r'init_from=gpt2: could not be loaded'),
-    ('an empty folder to start from', nothing, dict(init_from='{tmp}'), r'init_from=.*: could not be loaded'),
+    ('gpt2 without a network', nothing, dict(init_from='gpt2'), r'gpt2: could not be loaded as a GPT-2'),
+    ('an empty folder to start from', nothing, dict(init_from='{tmp}'), r'.*: could not be loaded as a GPT-2'),
     # the model
     ('heads', nothing, dict(n_head=3), r'n_embd = 16 is not a multiple of n_head = 3'),
     *((f'{key}={value}', nothing, {key: value}, rf'--{key}={value}: {key} must be an integer > 0')
