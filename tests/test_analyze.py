@@ -286,10 +286,9 @@ def test_the_numbers_of_a_run(some_runs, script, data, tmp_path):
             np.testing.assert_allclose(found[name][which], wanted, rtol=1e-6, atol=1e-12)
     one, two, three, four = angles.mean(0)**2
     assert found['angular_budget'] == pytest.approx({'1-1': one, '2-3': two + three, '4-4': four})
-    raw = [block.res_1.step.raw.item() for block in model.transformer.h] + [model.transformer.h[0].res_2.step.raw.item()]
-    steps = [min(1.0, math.log1p(math.exp(r))) for r in raw]
-    wanted = steps[0], steps[2] / math.sqrt(2), steps[1] / math.sqrt(3)  # sub-layers 1, 2 and 3
-    assert found['alpha'][:3] == pytest.approx(wanted)
+    raw = [res.step.raw.item() for res, _ in connections(model)]
+    wanted = [min(1.0, math.log1p(math.exp(r))) / math.sqrt(l) for l, r in enumerate(raw, 1)]
+    assert found['alpha'] == pytest.approx(wanted)
 
 
 def test_one_run_and_two_of_a_mode(some_runs, script, tmp_path):

@@ -382,7 +382,8 @@ def test_eval_tasks_are_loaded_before_training(train, tmp_path):
             'doc_to_target: 0\n')
     (tmp_path / 'd.jsonl').write_text('{"text": "the cat"}\n')
     head += f'dataset_kwargs:\n  data_files:\n    test: {tmp_path / "d.jsonl"}\n'
-    for name, text in {'broken': 'a: [', 'empty': '', 'nosplit': 'task: nosplit\ndataset_path: json\n',
+    no_split = head.replace('test_split: test\n', '')
+    for name, text in {'broken': 'a: [', 'empty': '', 'nosplit': f'task: nosplit\n{no_split}',
                        'field': f'task: field\n{head}doc_to_text: "{{{{text.foo.bar}}}}"\n',
                        'letter': f'task: letter\n{head}doc_to_text: "Z {{{{text}}}}"\n'}.items():
         (tmp_path / f'{name}.yaml').write_text(text)
@@ -390,7 +391,7 @@ def test_eval_tasks_are_loaded_before_training(train, tmp_path):
     before = (tmp_path / 'out' / 'metrics.jsonl').read_text()
     for tasks, match in (('paper_sr', 'eval_tasks: paper_sr is a preset'), ('./no.yaml', 'there is no file ./no.yaml'),
                          ('broken', 'broken.yaml: '), ('empty', 'empty.yaml: ValueError'), ('nosplit', 'nosplit'),
-                         ('field', 'field: UndefinedError'), ('letter', "letter: UserError: not in the vocab.*'Z'")):
+                         ('field', 'field.yaml: UndefinedError'), ('letter', "letter: UserError: not in the vocab.*'Z'")):
         path = tmp_path / f'{tasks}.yaml'
         with pytest.raises(UserError, match=match) as e:
             train(eval_tasks=path if path.exists() else tasks)
