@@ -5,9 +5,12 @@ os.environ['HF_HUB_OFFLINE'] = '1'  # before transformers is imported: no test a
 
 import json
 import random
+import re
 import runpy
 import signal
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -62,6 +65,39 @@ def run_train(**keys):
 def unsynced(monkeypatch):
     """Waiting for the disk takes longer than all else, and only a power cut could tell."""
     monkeypatch.setattr('data.common.sync', lambda path: None)
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """Counts the bytes that the interpreter loads and stores, with the tiles that a GPU gets."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    count = Counter()
+    load, store = Builder.create_masked_load, Builder.create_masked_store
+
+    def counting(function, way):
+        def wrapped(self, pointers, *args):
+            mask = args[0] if way == 'read' else args[1]
+            count[way] += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
+            return function(self, pointers, *args)
+        return wrapped
+
+    monkeypatch.setattr(Builder, 'create_masked_load', counting(load, 'read'))
+    monkeypatch.setattr(Builder, 'create_masked_store', counting(store, 'written'))
+    monkeypatch.setattr(kernels, 'ELEMENTS', 512)
+    kernels.select('triton')
+    yield count
+    kernels.select('auto')
+
+
+def in_the_interpreter(path, marks):
+    """Runs the tests of kernels in a file in a process of their own, where Triton interprets."""
+    command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-m', marks, '-k',
+               'TestKernels or TestBytes', path]
+    env = {**os.environ, 'TRITON_INTERPRET': '1'}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert re.search(r'\b[1-9]\d* passed', done.stdout) and 'skipped' not in done.stdout
 
 
 @pytest.fixture(scope='session')

@@ -8,15 +8,12 @@ As there, `TestKernels` and `TestBytes` run in Triton's interpreter, in a proces
 The yardstick is the definition of hyperconn.py in float64, which has no kernel, and for read and write an einsum.
 """
 import itertools
-import os
 import re
-import subprocess
-import sys
-from collections import Counter
 
 import pytest
 import torch
-from test_kernels import BF16, DEVICE, DTYPES, F16, F32, ROOT, ROUNDING, pairwise
+from conftest import in_the_interpreter
+from test_kernels import BF16, DEVICE, DTYPES, F16, F32, ROUNDING, pairwise
 
 import hyperconn
 import kernels
@@ -330,28 +327,6 @@ class TestKernels:
 class TestBytes:
     __test__ = kernels.INTERPRET
 
-    @pytest.fixture
-    def moved(self, monkeypatch):
-        """Counts the bytes that the interpreter loads and stores, with the tiles that a GPU gets."""
-        from triton.runtime.interpreter import InterpreterBuilder as Builder
-
-        count = Counter()
-        load, store = Builder.create_masked_load, Builder.create_masked_store
-
-        def counting(function, way):
-            def wrapped(self, pointers, *args):
-                mask = args[0] if way == 'read' else args[1]
-                count[way] += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
-                return function(self, pointers, *args)
-            return wrapped
-
-        monkeypatch.setattr(Builder, 'create_masked_load', counting(load, 'read'))
-        monkeypatch.setattr(Builder, 'create_masked_store', counting(store, 'written'))
-        monkeypatch.setattr(kernels, 'ELEMENTS', 512)
-        kernels.select('triton')
-        yield count
-        kernels.select('auto')
-
     @pytest.mark.parametrize('S,mix,dtypes', [
         (2, True, (F32, F32)), (3, True, (F32, BF16)), (4, True, (BF16, BF16)), (4, False, (F32, BF16)),
         (8, True, (F32, BF16))], ids=str)
@@ -449,23 +424,14 @@ class TestCompiled:
 # without the interpreter
 
 
-def in_the_interpreter(marks):
-    command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-m', marks, '-k',
-               'TestKernels or TestBytes', __file__]
-    env = {**os.environ, 'TRITON_INTERPRET': '1'}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert re.search(r'\b[1-9]\d* passed', done.stdout) and 'skipped' not in done.stdout
-
-
 if not kernels.INTERPRET and kernels.triton is not None:
 
     def test_in_the_interpreter():
-        in_the_interpreter('not slow')
+        in_the_interpreter(__file__, 'not slow')
 
     @pytest.mark.slow
     def test_grid_in_the_interpreter():
-        in_the_interpreter('slow')
+        in_the_interpreter(__file__, 'slow')
 
 
 def test_constants():

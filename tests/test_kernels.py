@@ -11,17 +11,16 @@ autograd, which test_spheretnorm.py holds against longdouble.
 """
 import itertools
 import math
-import os
 import random
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import in_the_interpreter
 
 import kernels
 from model import GPT, GPTConfig
@@ -328,52 +327,28 @@ class TestBytes:
 
     @pytest.mark.parametrize('norm', NORMS)
     @pytest.mark.parametrize('dtypes', DTYPES, ids=str)
-    def test_every_element_is_moved_once(self, dtypes, norm, monkeypatch):
-        # counts what the interpreter loads and stores, with the tiles that a GPU gets
-        from triton.runtime.interpreter import InterpreterBuilder as Builder
-
-        monkeypatch.setattr(kernels, 'ELEMENTS', 512)
-        moved = Counter()
-        load, store = Builder.create_masked_load, Builder.create_masked_store
-
-        def count(direction, pointers, mask):
-            moved[direction] += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
-
-        def counting_load(self, pointers, mask, *rest):
-            count('read', pointers, mask)
-            return load(self, pointers, mask, *rest)
-
-        def counting_store(self, pointers, value, mask, *rest):
-            count('written', pointers, mask)
-            return store(self, pointers, value, mask, *rest)
-
-        monkeypatch.setattr(Builder, 'create_masked_load', counting_load)
-        monkeypatch.setattr(Builder, 'create_masked_store', counting_store)
-        kernels.select('triton')
-        try:
-            for n, d in ((5, 768), (3, 1280), (16, 64)):
-                h, f, g, gy = (x.to(t) for x, t in zip(torch.randn(4, n, d), (*dtypes, *dtypes)))
-                weight = torch.ones(d)
-                args = [x.requires_grad_() for x in (h, f, torch.tensor(0.7), *([weight] if norm else []))]
-                rows = kernels.tile(d)[0]['ROWS']
-                programs = -(-n // rows)
-                stream, branch = (t.itemsize for t in dtypes)
-                for direction in ('forward', 'backward'):
-                    moved.clear()
-                    if direction == 'forward':
-                        out = retract_norm(*args, p=0.5, norm=norm) if norm else (retract(*args, 0.5),)
-                        weights = programs * d * 4 if norm else 0  # once a program
-                    else:
-                        torch.autograd.grad(out, args, (g, gy)[:len(out)])
-                        moved['read'] += 4 * programs  # by the sum of d alpha
-                        weights = 2 * programs * d * 4 if norm else 0  # and their gradients, here with a row a program
-                    least = kernels.least_bytes(n, d, direction, stream, branch, norm)
-                    extra = sum(moved.values()) - weights - least
-                    assert 0 < extra <= 32 * n, (direction, n, d, moved, least)
-                    written = {'forward': stream + (branch if norm else 0), 'backward': stream + branch}[direction]
-                    assert moved['written'] - n * d * written <= 4 * programs + weights // 2
-        finally:
-            kernels.select('auto')
+    def test_every_element_is_moved_once(self, dtypes, norm, moved):
+        for n, d in ((5, 768), (3, 1280), (16, 64)):
+            h, f, g, gy = (x.to(t) for x, t in zip(torch.randn(4, n, d), (*dtypes, *dtypes)))
+            weight = torch.ones(d)
+            args = [x.requires_grad_() for x in (h, f, torch.tensor(0.7), *([weight] if norm else []))]
+            rows = kernels.tile(d)[0]['ROWS']
+            programs = -(-n // rows)
+            stream, branch = (t.itemsize for t in dtypes)
+            for direction in ('forward', 'backward'):
+                moved.clear()
+                if direction == 'forward':
+                    out = retract_norm(*args, p=0.5, norm=norm) if norm else (retract(*args, 0.5),)
+                    weights = programs * d * 4 if norm else 0  # once a program
+                else:
+                    torch.autograd.grad(out, args, (g, gy)[:len(out)])
+                    moved['read'] += 4 * programs  # by the sum of d alpha
+                    weights = 2 * programs * d * 4 if norm else 0  # and their gradients, here with a row a program
+                least = kernels.least_bytes(n, d, direction, stream, branch, norm)
+                extra = sum(moved.values()) - weights - least
+                assert 0 < extra <= 32 * n, (direction, n, d, moved, least)
+                written = {'forward': stream + (branch if norm else 0), 'backward': stream + branch}[direction]
+                assert moved['written'] - n * d * written <= 4 * programs + weights // 2
 
 
 class TestCompiled:
@@ -414,23 +389,14 @@ class TestCompiled:
 # without the interpreter
 
 
-def in_the_interpreter(marks):
-    command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-m', marks, '-k',
-               'TestKernels or TestBytes', __file__]
-    env = {**os.environ, 'TRITON_INTERPRET': '1'}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert re.search(r'\b[1-9]\d* passed', done.stdout) and 'skipped' not in done.stdout
-
-
 if not kernels.INTERPRET and kernels.triton is not None:
 
     def test_in_the_interpreter():
-        in_the_interpreter('not slow')
+        in_the_interpreter(__file__, 'not slow')
 
     @pytest.mark.slow
     def test_grid_in_the_interpreter():
-        in_the_interpreter('slow')
+        in_the_interpreter(__file__, 'slow')
 
 
 def test_select():
