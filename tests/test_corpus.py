@@ -29,7 +29,7 @@ EOT = 50256
 linux = pytest.mark.skipif(not Path('/proc/self/task').exists(), reason='looks into /proc')
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='module', autouse=True)  # a script that had to download it would say so
 def gpt2():
     return get_tokenizer({'name': 'gpt2'})
 

@@ -323,6 +323,7 @@ def test_meta_comes_last(tmp_path, monkeypatch):
 
 def test_shakespeare_char_script(tmp_path):
     """From a foreign folder, in the C locale, with the default text."""
+    common.load_plays()  # a script that had to download them would say so
     done = prepare('shakespeare_char', f'--out_dir={tmp_path / "out"}', cwd=tmp_path, LC_ALL='C')
     assert (done.returncode, done.stderr) == (0, '')
     assert done.stdout.splitlines()[-2:] == ['train has 4,460,760 tokens', 'val has 495,641 tokens']
