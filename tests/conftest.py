@@ -90,6 +90,27 @@ def moved(monkeypatch):
     kernels.select('auto')
 
 
+@pytest.fixture
+def triton_on():
+    kernels.select('triton')
+    yield
+    kernels.select('auto')
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
+
+
+def compile_ahead(*args, **keys):
+    """(what kernels.aot says, ptx) of a kernel that neither spills nor has atomics."""
+    found = kernels.aot(*args, **keys)
+    ptx = found.pop('ptx')
+    assert found['spills'] == 0 and found['stack'] == 0, (args, keys, found)
+    assert not re.search(r'\b(atom|red)\.', ptx), (args, keys)
+    return found, ptx
+
+
 def in_the_interpreter(path, marks):
     """Runs the tests of kernels in a file in a process of their own, where Triton interprets."""
     command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-m', marks, '-k',

@@ -8,11 +8,10 @@ As there, `TestKernels` and `TestBytes` run in Triton's interpreter, in a proces
 The yardstick is the definition of hyperconn.py in float64, which has no kernel, and for read and write an einsum.
 """
 import itertools
-import re
 
 import pytest
 import torch
-from conftest import in_the_interpreter
+from conftest import compile_ahead, in_the_interpreter
 from test_kernels import BF16, DEVICE, DTYPES, F16, F32, ROUNDING, pairwise
 
 import hyperconn
@@ -136,14 +135,9 @@ def trained(kind, choice, recompute):
     return loss.detach(), {k: p.grad for k, p in model.named_parameters()}, model.state_dict()
 
 
+@pytest.mark.usefixtures('triton_on')
 class TestKernels:
     __test__ = kernels.INTERPRET or torch.cuda.is_available()
-
-    @pytest.fixture(autouse=True)
-    def on(self):
-        kernels.select('triton')
-        yield
-        kernels.select('auto')
 
     @pytest.mark.parametrize('case', pairwise([STREAMS, [7, 129], ROWS, DTYPES, LAYOUTS, [True, False]]),
                              ids=lambda case: '-'.join(str(x) for x in case).replace('torch.', ''))
@@ -371,33 +365,23 @@ class TestBytes:
         assert sum(moved.values()) == least + weights + n * (2 * K + 1) * 4
 
 
+@pytest.mark.usefixtures('empty_cache')
 class TestCompiled:
     __test__ = not kernels.INTERPRET and kernels.triton is not None
 
-    @pytest.fixture(autouse=True)
-    def cache(self, tmp_path, monkeypatch):
-        monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
-
-    def check(self, *args, **keys):
-        found = kernels.aot(*args, **keys)
-        ptx = found.pop('ptx')
-        assert found['spills'] == 0 and found['stack'] == 0, (args, keys, found)
-        assert not re.search(r'\b(atom|red)\.', ptx), (args, keys)  # no atomics
-        return found, ptx
-
     @pytest.mark.parametrize('name', ['read', 'read_backward', 'write', 'write_backward'])
     def test_streams_need_no_shared_memory(self, name):
-        found, ptx = self.check(90, 768, name)
+        found, ptx = compile_ahead(90, 768, name)
         assert found['shared'] == 0 and 'bar.sync' not in ptx
         assert 'ld.global.v4.b32' in ptx and 'st.global.v4.b32' in ptx
-        assert 'cvt.rn.bf16' in self.check(90, 768, name, stream='bf16')[1]  # to nearest
+        assert 'cvt.rn.bf16' in compile_ahead(90, 768, name, stream='bf16')[1]  # to nearest
 
     def test_matrices_stay_in_a_warp(self):
         for name in ('matrices', 'matrices_backward'):
-            found, ptx = self.check(90, 768, name, kind='s2hc')
+            found, ptx = compile_ahead(90, 768, name, kind='s2hc')
             assert found['registers'] <= 168 and found['warps'] == 1  # 12 programs a multiprocessor
-        self.check(90, 768, 'project', kind='s2hc')
-        self.check(90, 768, 'project_backward', kind='s2hc')
+        compile_ahead(90, 768, 'project', kind='s2hc')
+        compile_ahead(90, 768, 'project_backward', kind='s2hc')
 
     @pytest.mark.slow
     @pytest.mark.parametrize('kind', kernels.MAPPINGS)
@@ -405,10 +389,10 @@ class TestCompiled:
     def test_no_spills_in_mappings(self, capability, kind):
         for S in kernels.MAPPINGS[kind][0]:
             for name in ('matrices', 'matrices_backward'):
-                self.check(capability, 768, name, streams=S, kind=kind)
+                compile_ahead(capability, 768, name, streams=S, kind=kind)
             for width, stream in (*((w, 'fp32') for w in (768, 1024, 2048, 4096)), (768, 'bf16')):
                 for name in ('project', 'project_backward') if S == 4 or (width, stream) == (768, 'fp32') else ():
-                    self.check(capability, width, name, stream=stream, streams=S, kind=kind)
+                    compile_ahead(capability, width, name, stream=stream, streams=S, kind=kind)
 
     @pytest.mark.slow
     @pytest.mark.parametrize('S,width', [(4, 768), (4, 1024), (4, 2048), (4, 4096), (2, 768), (3, 768), (8, 768)])
@@ -417,7 +401,7 @@ class TestCompiled:
         for name, (stream, branch) in itertools.product(
                 ('read', 'read_backward', 'write', 'write_backward'), (('fp32', 'bf16'), ('bf16', 'bf16'))):
             for mix in (True, False) if 'write' in name else (True,):
-                self.check(capability, width, name, stream=stream, branch=branch, streams=S, mix=mix)
+                compile_ahead(capability, width, name, stream=stream, branch=branch, streams=S, mix=mix)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
