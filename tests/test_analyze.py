@@ -333,6 +333,17 @@ def test_words_without_dashes_are_runs(monkeypatch):
     assert seen['argv'] == ['--samples=3', '--runs=a,b']
 
 
+def test_what_stands_under_a_title(monkeypatch, tmp_path):
+    from matplotlib import pyplot
+    figures, keys = [], ('norm', 'cosine', 'kurtosis', 'peak')
+    for name, value in dict(pyplot=pyplot, out_dir=str(tmp_path), styles={'a': analyze.STYLES[0]}).items():
+        monkeypatch.setattr(analyze, name, value, raising=False)
+    monkeypatch.setattr(pyplot, 'close', figures.append)
+    analyze.draw_stream({'a': {key: [i + 1.0, i + 2.0] for i, key in enumerate(keys)}})
+    for i, (axis, word) in enumerate(zip(figures[0].axes, ('norm', 'cosine', 'kurtosis', 'largest over'))):
+        assert word in axis.get_title() and axis.lines[0].get_ydata() == [i + 1.0, i + 2.0]
+
+
 def test_every_run_is_in_both_histograms(monkeypatch, tmp_path):
     from matplotlib import pyplot
     figures, draw = [], torch.Generator().manual_seed(0)

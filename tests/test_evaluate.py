@@ -377,6 +377,14 @@ def test_the_trajectory_with_and_without_eval_tasks(char_tasks, train, tmp_path,
     assert len(again) > 4 and again == {key: scored[-1][key] for key in again}
 
 
+def test_a_resumed_run_logs_each_score_once(char_tasks, train, tmp_path):
+    keys = dict(eval_interval=2, eval_examples=3, eval_tasks=char_tasks / 'own_choice.yaml')
+    train(**keys, out_dir=tmp_path / 'whole')
+    train(**keys, max_iters=4)
+    train(**keys, init_from='resume')
+    assert same(what_is_left(tmp_path / 'out'), what_is_left(tmp_path / 'whole'))
+
+
 def test_eval_tasks_are_loaded_before_training(train, tmp_path):
     head = ('dataset_path: json\noutput_type: multiple_choice\ntest_split: test\ndoc_to_choice: ["a", "e"]\n'
             'doc_to_target: 0\n')
