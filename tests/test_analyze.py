@@ -341,7 +341,7 @@ def test_what_stands_under_a_title(monkeypatch, tmp_path):
     monkeypatch.setattr(pyplot, 'close', figures.append)
     analyze.draw_stream({'a': {key: [i + 1.0, i + 2.0] for i, key in enumerate(keys)}})
     for i, (axis, word) in enumerate(zip(figures[0].axes, ('norm', 'cosine', 'kurtosis', 'largest over'))):
-        assert word in axis.get_title() and axis.lines[0].get_ydata() == [i + 1.0, i + 2.0]
+        assert word in axis.get_title() and list(axis.lines[0].get_ydata()) == [i + 1.0, i + 2.0]
 
 
 def test_every_run_is_in_both_histograms(monkeypatch, tmp_path):
